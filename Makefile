@@ -47,7 +47,7 @@ test-verl: setup-verl  ## verl's own trainer on a real stack, in all of its mode
 test-curator: setup-curator  ## NeMo Curator's pipelines on real stacks, on a Ray cluster
 	@.venv-curator/bin/python -m pytest tests/curator $(ARGS)
 
-test-prime-rl: setup-prime-rl  ## prime-rl's released clients against the server
+test-prime-rl: setup-prime-rl  ## trainings with prime-rl's clients, and with its orchestrator from a checkout
 	@$(BIN)/python -m pytest tests/prime_rl $(ARGS)
 
 lint: setup  ## ruff and mypy
@@ -60,4 +60,4 @@ format: setup  ## let ruff rewrite the files
 	@$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf .venv .venv-curator .venv-prime-rl .venv-verl .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-curator .venv-prime-rl .venv-prime-rl-src .venv-verl .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -25,13 +25,21 @@ from urllib.parse import urlsplit
 from rollway import sync
 from rollway.async_stack import Stack
 from rollway.config import AdminTimeouts, StackSpec, load_spec
-from rollway.errors import RequestFailed, RollwayError, StartError, Unreachable, UsageError
+from rollway.errors import (
+    RequestFailed,
+    RollwayError,
+    StackNotRunning,
+    StartError,
+    Unreachable,
+    UsageError,
+)
 from rollway.http import ONCE, Http
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
 from rollway.stack.ray import launcher
 from rollway.stack.ray.access import WatchedHttp
 from rollway.stack.ray.launcher import RayStack
+from rollway.stack.ray.placement import Placement
 from rollway.stack.state import StackDir, StackState, list_stacks
 from rollway.weights.adapter import is_adapter
 
@@ -112,6 +120,14 @@ def up(
     return Opening(partial(_start, full, progress))
 
 
+def up_placed(
+    spec: StackSpec, placement: Placement, on_end: Callable[[StackNotRunning], None]
+) -> Opening:
+    """Start a stack on Ray whose replicas the caller has placed; `on_end` is called with the cause
+    if it ends before the block does."""
+    return Opening(partial(_start, spec, None, placement=placement, on_end=on_end))
+
+
 def attach(
     target: str,
     *,
@@ -186,9 +202,15 @@ def parse_launcher(on: str) -> tuple[str, str | None]:
 # --- up ------------------------------------------------------------------------------------
 
 
-async def _start(spec: StackSpec, progress: Progress | None, cleanup: AsyncExitStack) -> Stack:
-    http = await cleanup.enter_async_context(WatchedHttp())
-    running = await _start_processes(spec, progress, cleanup)
+async def _start(
+    spec: StackSpec,
+    progress: Progress | None,
+    cleanup: AsyncExitStack,
+    placement: Placement | None = None,
+    on_end: Callable[[StackNotRunning], None] | None = None,
+) -> Stack:
+    http = await cleanup.enter_async_context(WatchedHttp(on_end))
+    running = await _start_processes(spec, progress, cleanup, placement)
     if isinstance(running, RayStack):
         stack = _open_on_ray(http, running, None, cleanup)
     else:
@@ -214,7 +236,10 @@ def _open_on_ray(
 
 
 async def _start_processes(
-    spec: StackSpec, progress: Progress | None, cleanup: AsyncExitStack
+    spec: StackSpec,
+    progress: Progress | None,
+    cleanup: AsyncExitStack,
+    placement: Placement | None,
 ) -> RunningStack | RayStack:
     """Start in a thread. Cancelling this coroutine ends the start and waits for its end."""
     cancelled = threading.Event()
@@ -234,7 +259,7 @@ async def _start_processes(
 
     def launch() -> RunningStack | RayStack:
         if spec.launcher == "ray":
-            return launcher.start(spec, report)
+            return launcher.start(spec, report, placement=placement)
         return local.start(spec, report)
 
     start = asyncio.ensure_future(asyncio.to_thread(launch))

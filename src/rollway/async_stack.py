@@ -25,7 +25,7 @@ from rollway.rollout.client import Rollouts
 from rollway.rollout.sender import ClientOptions, Sender
 from rollway.rollout.teacher import Teacher
 from rollway.rollout.wire import get_wire
-from rollway.stack.access import LocalAccess, StackAccess
+from rollway.stack.local import LocalAccess, StackAccess
 from rollway.stack.state import StackState
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
@@ -78,7 +78,7 @@ class Stack:
             )
         canary = make_canary(self._http, self.frontend_url, model)
         source = RlListing(self.rl_url, self.frontend_url)
-        access, state = self._access, self._read_state()
+        access, state = self._access, self.read_state()
         if access is None or state is None:
             return Fleet(self._http, source, model=model, canary=canary, timeouts=self._timeouts)
         fleet = Fleet(
@@ -98,25 +98,26 @@ class Stack:
         fleet.versions.tainted = True  # the launcher gave every worker the taint of its version
         return fleet
 
-    def _read_state(self) -> StackState | None:
+    def read_state(self) -> StackState | None:
+        """Read the state of the processes; None for a stack that Rollway did not start."""
         return None if self._access is None else self._access.read_state()
 
     @property
     def weights_secret(self) -> str:
         """The secret that offers of weights are signed with."""
-        if self._access is None or self._read_state() is None:
+        if self._access is None or self.read_state() is None:
             return read_stack_secret()
         return self._access.read_secret()
 
     def find_checkpoint(self, model: str | None) -> str | None:
         """Return the checkpoint that a model was started from; None if this process cannot know."""
-        state = self._read_state()
+        state = self.read_state()
         return None if state is None else state.model_paths.get(model or "")
 
     @property
     def join_spec(self) -> dict[str, Any]:
         """Fields for the spec of workers that join this stack, with the secret."""
-        state = self._read_state()
+        state = self.read_state()
         if state is None:
             raise UsageError(
                 "Only a stack of this machine or of this Ray cluster can say how to join it.",

@@ -27,10 +27,9 @@ from pydantic_core import PydanticSerializationError
 
 from rollway.contradictions import check_launcher, check_router
 from rollway.errors import SpecError
-from rollway.model_spec import ModelSpec, check_model_path, slug
+from rollway.model_spec import Environment, ModelSpec, RawArgs, check_model_path, name_workers, slug
 from rollway.plain import SpecPart, apply_override, check_plain, describe_error, read_yaml_file
 from rollway.ranks import PlacedWorker, RaySpec, RuntimeEnv
-from rollway.roles import Environment, RawArgs, name_workers
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 LONGEST_STOP_SECONDS = 86400.0

@@ -7,7 +7,9 @@ Dynamo's `/engine` routes send JSON as text/plain, so the content type is ignore
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -26,9 +28,21 @@ class Retry:
     attempts: int = 1
     wait_seconds: float = 0.2
     max_wait_seconds: float = 5.0
+    total_seconds: float = math.inf
+    """No attempt begins later than this after the first."""
+    after_silence: bool = True
+    """Whether to repeat a call that got no answer: it may still be running."""
+    statuses: frozenset[int] = frozenset()
+    """Statuses below 500 that a repetition may cure."""
 
     def wait(self, attempt: int) -> float:
         return min(self.wait_seconds * 2.0**attempt, self.max_wait_seconds)
+
+    def may_cure(self, error: Unreachable | RequestFailed) -> bool:
+        """Return whether a repetition may succeed after this error."""
+        if isinstance(error, Unreachable):
+            return self.after_silence
+        return error.status >= 500 or error.status in self.statuses
 
 
 Headers: TypeAlias = Mapping[str, str] | None
@@ -55,8 +69,10 @@ class Http:
         finally:
             await client.close()
 
-    async def get(self, url: str, *, timeout: float, retry: Retry = IDEMPOTENT) -> Any:
-        return await self._call("GET", url, None, None, timeout, retry)
+    async def get(
+        self, url: str, *, timeout: float, retry: Retry = IDEMPOTENT, headers: Headers = None
+    ) -> Any:
+        return await self._call("GET", url, None, headers, timeout, retry)
 
     async def get_text(self, url: str, *, timeout: float) -> str:
         return (await self._attempt("GET", url, None, None, timeout)).decode(errors="replace")
@@ -72,7 +88,7 @@ class Http:
         self, url: str, body: Any, *, timeout: float, headers: Headers = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """POST, and yield the lines of the response (server-sent events)."""
-        with _typed_errors("POST", url, timeout):
+        with _convert_errors("POST", url, timeout):
             async with self._request("POST", url, body, headers, timeout) as response:
                 if response.status >= 400:
                     raise _make_error("POST", url, response.status, await response.read())
@@ -93,16 +109,17 @@ class Http:
     async def _call(
         self, method: str, url: str, body: Any, headers: Headers, timeout: float, retry: Retry
     ) -> Any:
-        attempt = 0
+        attempt, began = 0, time.monotonic()
         while True:
             try:
                 raw = await self._attempt(method, url, body, headers, timeout)
                 return _decode(raw, method, url)
             except (Unreachable, RequestFailed) as error:
-                is_temporary = isinstance(error, Unreachable) or error.status >= 500
-                if not is_temporary or attempt + 1 >= retry.attempts:
+                wait = retry.wait(attempt)
+                is_late = time.monotonic() + wait - began > retry.total_seconds
+                if not retry.may_cure(error) or attempt + 1 >= retry.attempts or is_late:
                     raise
-            await asyncio.sleep(retry.wait(attempt))
+            await asyncio.sleep(wait)
             attempt += 1
 
     async def _attempt(
@@ -110,7 +127,7 @@ class Http:
     ) -> bytes:
         payload = body() if callable(body) else body
         await self.before_request(method, url, payload)
-        with _typed_errors(method, url, timeout):
+        with _convert_errors(method, url, timeout):
             async with self._request(method, url, payload, headers, timeout) as response:
                 raw: bytes = await response.read()
         if response.status >= 400:
@@ -169,7 +186,7 @@ class _OneConnection(Http):
 
 
 @contextmanager
-def _typed_errors(method: str, url: str, timeout: float) -> Iterator[None]:
+def _convert_errors(method: str, url: str, timeout: float) -> Iterator[None]:
     """Turn the errors of aiohttp into `Unreachable`, with the address and the cause."""
     try:
         yield

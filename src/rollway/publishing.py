@@ -39,6 +39,7 @@ class PublisherOptions(TypedDict, total=False):
     max_off_policy_steps: int
     snapshot_every: int
     hold_on_cpu: bool
+    compression: Literal["zstd", "none"]
     host: str
     port: int
     init_seconds: float
@@ -135,7 +136,7 @@ class AsyncPublisher:
         await self.close()
 
     @staticmethod
-    def _threaded(
+    def _run_in_thread(
         method: Callable[Concatenate[Publisher, P], T],
     ) -> Callable[Concatenate[AsyncPublisher, P], Coroutine[Any, Any, T]]:
         """Return the coroutine method that runs a method of the publisher in a thread."""
@@ -149,11 +150,11 @@ class AsyncPublisher:
 
         return call
 
-    publish = _threaded(Publisher.publish)
-    adopt = _threaded(Publisher.adopt)
-    wait = _threaded(Publisher.wait)
-    cancel = _threaded(Publisher.cancel)
-    close = _threaded(Publisher.close)
+    publish = _run_in_thread(Publisher.publish)
+    adopt = _run_in_thread(Publisher.adopt)
+    wait = _run_in_thread(Publisher.wait)
+    cancel = _run_in_thread(Publisher.cancel)
+    close = _run_in_thread(Publisher.close)
 
 
 def _on_current_gpu(function: Callable[P, T]) -> Callable[P, T]:

@@ -244,6 +244,8 @@ class Stack(Blocking[AsyncStack]):
             max_off_policy_steps: files, delta: how many versions a worker may be behind.
             snapshot_every: delta: publish all weights, not only changes, every so many versions.
             hold_on_cpu: delta: hold the last version in CPU memory.
+            compression: delta: "zstd" or "none" (default: "none" in a temporary directory on the
+                engines' machine, else "zstd").
             host, port: collective, nixl: the address that workers connect to.
             init_seconds, step_seconds: collective: time limits of joining and of one broadcast.
             engine_ranks: nixl: tensor parallelism of the engines (default: that of the workers).

@@ -216,19 +216,22 @@ class FleetVersions:
         wanted = self.current if version is None else version
         if wanted is None:
             return Ticket(None, None, None, self.epoch)
-        if not self.is_served(wanted) and self._asleep:
-            raise RolloutError(
-                f"{len(self._asleep)} workers sleep, and no other serves version {wanted}.",
-                "Wake them with `Stack.wake` or `rollway fleet wake`; after level 2, refit them.",
-            )
         if not self.is_served(wanted):
-            raise RolloutError(
-                f"No worker is known to serve weight version {wanted}.",
-                "The last refit failed or was interrupted, or all workers restarted: refit.",
-            )
+            raise self._make_unserved_error(wanted)
         taint = taint_of(wanted) if self.tainted else None
         stamped = any(worker in self._enforced for worker in self.by_worker)
         return Ticket(wanted, taint, f"v{wanted}", self.epoch, stamped)
+
+    def _make_unserved_error(self, version: int) -> RolloutError:
+        if self._asleep:
+            return RolloutError(
+                f"{len(self._asleep)} workers sleep, and no other serves version {version}.",
+                "Wake them with `Stack.wake` or `rollway fleet wake`; after level 2, refit them.",
+            )
+        return RolloutError(
+            f"No worker is known to serve weight version {version}.",
+            "The last refit failed or was interrupted, or all workers restarted: refit.",
+        )
 
     def attributes_to(self, ticket: Ticket, worker: int | None) -> bool:
         """Return whether this process attributes an answer to the version of its ticket.

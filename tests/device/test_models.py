@@ -10,82 +10,37 @@ On a CPU these are soaks. On a GPU machine without the development packages:
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import rollway
-from rollway.demo.model import build_base
-from rollway.demo.placement import make_float32_env
 from rollway.errors import SpecError
-from rollway.rollout.client import Rollout
-from rollway.rollout.mismatch import Mismatch, mismatch
-from rollway.stack.preset import cache_dir, list_gpus
+from tests.device.stacks import (
+    DEVICES,
+    GPUS,
+    PROMPTS,
+    SAMPLING,
+    assert_of,
+    base,
+    describe,
+    home,
+    place_tensors,
+    read_tensors,
+    sample,
+)
 from tests.stack.drafter import learnt_draft, random_draft, write_draft
 from tests.stack.moe import build_moe
 from tests.stack.policies import ALPHA, RANK, Policy, perturbed, write_adapter
 
-GPUS = list_gpus() if torch.cuda.is_available() else []
-DEVICE = "cuda" if GPUS else "cpu"
-DEVICES = [
-    pytest.param("cuda", marks=pytest.mark.skipif(not GPUS, reason="there is no GPU")),
-    pytest.param(
-        "cpu",
-        marks=[pytest.mark.soak, pytest.mark.skipif(bool(GPUS), reason="vLLM uses the GPU")],
-    ),
-]
+__all__ = ["base", "home"]  # fixtures
 pytestmark = [pytest.mark.stack]
 
-SAMPLING = rollway.Sampling(max_tokens=16, ignore_eos=True, seed=3)
 GREEDY = rollway.Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
-PROMPTS = [[20 + (7 * place * (number + 1)) % 150 for place in range(40)] for number in range(6)]
-LARGEST_KL = {torch.float32: 1e-6, torch.bfloat16: 0.02}
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj"]}
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own, as everywhere; also where there is no conftest."""
-    monkeypatch.setenv("ROLLWAY_HOME", str(tmp_path / "rollway-home"))
-
-
-@pytest.fixture
-def base() -> Path:
-    return build_base(cache_dir() / "demo")
-
-
-def describe(path: Path, name: str, **more: Any) -> dict[str, Any]:
-    """Return the spec of one worker; on a GPU it takes a small share, so that several tests can
-    run at once."""
-    args = {"dtype": "float32", "max-model-len": 512, "max-num-seqs": 16}
-    args |= {"kv-cache-memory-bytes": 64 << 20, **more.pop("args", {})}
-    env = more.pop("env", {})
-    if DEVICE == "cuda":
-        args |= {"gpu-memory-utilization": 0.05, "enforce-eager": True}
-        env |= {**make_float32_env(), "CUDA_VISIBLE_DEVICES": GPUS[0]}
-    model = {"path": str(path), "name": "tiny", "args": args, "env": env, **more}
-    # The logs stay where a GPU machine's operator looks for them.
-    logs = {"log_dir": os.environ["ROLLWAY_TEST_LOGS"]} if "ROLLWAY_TEST_LOGS" in os.environ else {}
-    return {"name": name, "models": [model], **logs}
-
-
-def place_tensors(
-    stored: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
-    """Return tensors as a trainer on the device has them: parameters, which need no copy."""
-    return {
-        name: torch.nn.Parameter(tensor.to(DEVICE, dtype), requires_grad=False)
-        for name, tensor in stored.items()
-    }
-
-
-def read_tensors(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return place_tensors(load_file(path / "model.safetensors"), dtype)
 
 
 def publish_twice(
@@ -103,30 +58,6 @@ def publish_twice(
             print(f"version {version}: {worker.strategy}, paused {report.paused_seconds:.4f} s")
             assert worker.proof == "parameters"
             yield version, policy
-
-
-def sample(
-    stack: rollway.Stack, version: int, sampling: rollway.Sampling = SAMPLING, **options: Any
-) -> list[Rollout]:
-    groups = stack.rollouts(**options).generate_batch(PROMPTS, sampling)
-    rollouts = [group[0] for group in groups]
-    assert {rollout.weight_version for rollout in rollouts} == {version}
-    return rollouts
-
-
-def compare(policy: Policy, rollouts: list[Rollout]) -> Mismatch:
-    rows = [policy.logprobs(rollout.prompt_ids, rollout.token_ids) for rollout in rollouts]
-    return mismatch(rows, [rollout.logprobs for rollout in rollouts])
-
-
-def assert_of(
-    policy: Policy, other: Policy, rollouts: list[Rollout], dtype: torch.dtype = torch.float32
-) -> None:
-    """The tokens are the policy's, by transformers on the device, and clearly not the other's."""
-    right, wrong = compare(policy, rollouts), compare(other, rollouts)
-    print(f"k3 {right.k3:.2g}, largest {right.max_abs:.2g}; of the other policy {wrong.k3:.2g}")
-    assert right.k3 < LARGEST_KL[dtype]
-    assert wrong.k3 > 4 * right.k3 and wrong.k3 > 1e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)

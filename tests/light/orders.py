@@ -4,7 +4,9 @@ They do what `rollway/engine/core.py` and the worker extension do in vLLM, excep
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import socket
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.light.engine import Engine
 class EngineClient:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._load_seconds = float(os.environ.get("LIGHT_LOAD_SECONDS", "0"))
 
     async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
         """Return the answers of all ranks, of which there is one."""
@@ -25,13 +28,24 @@ class EngineClient:
         from rollway.weights.offer import read_offer
 
         weights = read_offer(offer, self._engine.worker.secret)
+        if weights.transport == "prime_rl_broadcast":
+            worker = self._engine.worker
+
+            def stage(path: Path) -> None:
+                worker.stage(weights.identity, path, allow_cast=True)
+
+            worker.broadcasts.receive(weights, stage, tell)
+            return
         path = Path(weights.where["path"])
+        await asyncio.sleep(self._load_seconds)  # requests go on, as while a real worker stages
         self._engine.worker.stage(weights.identity, path, allow_cast)
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
             connection.connect(f"\0{tell}")
 
     async def _rollway_staging(self, identity: str) -> dict[str, Any]:
         is_ready = self._engine.worker.has_staged(identity)
+        if (state := self._engine.worker.get_broadcast_state(identity)) is not None:
+            return state
         return {"state": "ready" if is_ready else "failed", "error": "" if is_ready else "not here"}
 
     async def _rollway_label(self, label: int | None) -> bool:

@@ -19,6 +19,7 @@ from tests.light.model import Qwen3
 
 if TYPE_CHECKING:
     from rollway.weights.checkpoint import TensorHeader
+    from tests.light.broadcasts import Broadcasts
 
 
 class LightWorker:
@@ -32,6 +33,7 @@ class LightWorker:
         self.secret = read_stack_secret()
         self.verifier = Verifier(self.secret)
         self._staged: tuple[str, Path, Tensors] | None = None
+        self._broadcasts: Broadcasts | None = None
 
     @property
     def usable(self) -> bool:
@@ -88,6 +90,31 @@ class LightWorker:
     def rollway_unstage(self, identity: str) -> None:
         if self.has_staged(identity):
             self._staged = None
+        elif self._broadcasts is not None:
+            self._broadcasts.discard()
+
+    def rollway_join(self, offer: dict[str, Any], tell: str) -> None:
+        from rollway.weights.offer import read_offer
+
+        self.broadcasts.join(read_offer(offer, self.secret), tell)
+
+    def rollway_joined(self, identity: str) -> None:
+        self.broadcasts.reader.check_joined(identity)
+
+    def rollway_leave(self, identity: str) -> None:
+        self.broadcasts.reader.leave(identity)
+
+    def get_broadcast_state(self, identity: str) -> dict[str, Any] | None:
+        """Return how far a broadcast is; None if there is none of this identity."""
+        return None if self._broadcasts is None else self._broadcasts.get_state(identity)
+
+    @property
+    def broadcasts(self) -> Broadcasts:
+        if self._broadcasts is None:
+            from tests.light.broadcasts import Broadcasts  # torch makes every start slower
+
+            self._broadcasts = Broadcasts(self._path)
+        return self._broadcasts
 
     def _check(self, path: str, allow_cast: bool = False) -> None:
         """Refuse a checkpoint that this worker could not serve. Changes nothing."""

@@ -12,16 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.prime_rl.test_renderers import python, server
+from tests.prime_rl.environment import SOURCE
 from tests.stack.policies import Policy
 from tests.stack.prime_rl import PrimeServer, broadcast, read_logprobs
 from tests.stack.serving import TOLERANCE, fresh_prompt
 
-__all__ = ["python", "server"]
-
 pytestmark = pytest.mark.stack
 
-SOURCE = "ROLLWAY_PRIME_RL_SRC"
 SCRIPT = Path(__file__).with_name("drive_with_prime_rl.py")
 
 
@@ -43,7 +40,7 @@ def test_prime_rls_own_pool_updates_the_fleet(
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     (first, why), (second, reason) = json.loads(ran.stdout.splitlines()[-1])["refusals"]
-    assert first == 409 and 'type = "filesystem"' in why
+    assert first == 409 and "inference_world_size is 1" in why
     assert second == 400 and "outside the allowed checkpoint roots" in reason
     assert server.metrics()["rollway_gate_open"] == 1
     prompt = fresh_prompt(20)

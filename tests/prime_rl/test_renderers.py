@@ -5,39 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.stack.policies import Policy
-from tests.stack.prime_rl import PrimeServer, broadcast, light_stack
+from tests.stack.prime_rl import PrimeServer, broadcast
 from tests.stack.serving import TOLERANCE
 
 pytestmark = pytest.mark.stack
 
-ROOT = Path(__file__).parents[2]
-PYTHON = "ROLLWAY_PRIME_RL_PYTHON"
-"""Environment variable: the interpreter that has renderers, if it is not that of .venv-prime-rl."""
 SCRIPT = Path(__file__).with_name("read_with_renderers.py")
-
-
-@pytest.fixture(scope="module")
-def python() -> Path:
-    path = Path(os.environ.get(PYTHON) or ROOT / ".venv-prime-rl" / "bin" / "python")
-    if not path.is_file():
-        pytest.skip("there is no .venv-prime-rl: run `make setup-prime-rl`")
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrimeServer]:
-    home, output_dir = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("outputs")
-    with light_stack(base_model, home, output_dir):
-        running = PrimeServer("prime", output_dir, env={"ROLLWAY_HOME": str(home)}).start()
-        yield running
-        running.end()
 
 
 def converse(python: Path, server: PrimeServer, model: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from ray.cluster_utils import Cluster
 from tests.conftest import Cli, Footprint
 from tests.light.spec import WITH_LIGHT_WORKERS
 from tests.ray.clusters import list_left
-from tests.stack.test_chaos import BAD, chaos
+from tests.stack.chaos import BAD, chaos
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 ON_TWO_NODES = (

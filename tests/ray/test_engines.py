@@ -13,10 +13,9 @@ from rollway.stack.ray import launcher
 from tests.conftest import Footprint
 from tests.ray.clusters import list_left, on_ray
 from tests.stack.policies import Policy, perturbed
-from tests.stack.served import Served
+from tests.stack.served import Served, check
 from tests.stack.serving import SHORT, TOLERANCE, worst
 from tests.stack.stacks import VLLM_ARGS
-from tests.stack.test_gateway import check
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 

@@ -36,10 +36,11 @@ from rollway.weights.megatron.model import describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.planning.scenario import read_model
-from rollway.weights.transports.collective import rendezvous
+from rollway.weights.transports import collective_rendezvous as rendezvous
 from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Store
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
+from rollway.weights.transports.delta.installing import apply
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.transports.nixl.catalog_http import Call, CatalogServer
 from rollway.weights.transports.nixl.listing import (
@@ -49,7 +50,7 @@ from rollway.weights.transports.nixl.listing import (
     _Tensor,
     read_group,
 )
-from rollway.weights.transports.shm.shards import group_by_tensor
+from rollway.weights.transports.shm_shards import group_by_tensor
 from tests.checkpoints import write_checkpoint
 from tests.security.limits import limit_memory
 from tests.soak import examples
@@ -162,7 +163,7 @@ def _with_digest(raw: bytes) -> bytes:
 
 
 def read_change(raw: bytes) -> None:
-    delta.apply(delta.decode(raw), torch.arange(1000, dtype=torch.int32))
+    apply(delta.decode(raw), torch.arange(1000, dtype=torch.int32))
 
 
 def read_call(raw: bytes) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from rollway.errors import RollwayError, WeightsError
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
-from rollway.weights.transports.collective import rendezvous
+from rollway.weights.transports import collective_rendezvous as rendezvous
 from rollway.weights.transports.delta import (
     DeltaPublisher,
     DeltaReader,
@@ -27,6 +27,7 @@ from rollway.weights.transports.delta import (
 )
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
+from rollway.weights.transports.delta.installing import apply
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.transports.nixl.catalog_http import (
     CatalogServer,
@@ -36,7 +37,7 @@ from rollway.weights.transports.nixl.catalog_http import (
 )
 from rollway.weights.transports.nixl.listing import _Layout, _Piece, _Tensor, read_layout
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
-from rollway.weights.transports.shm.shards import group_by_tensor
+from rollway.weights.transports.shm_shards import group_by_tensor
 
 DIGEST = "0" * 16
 
@@ -232,7 +233,7 @@ def test_a_change_that_unpacks_to_more_than_its_tensor() -> None:
     header = msgspec.structs.replace(encoded.header, values_bytes=len(bomb))
     hostile = delta.decode(delta.Encoded(header, encoded.places, bomb).to_bytes())
     with pytest.raises(WeightsError, match="wrong size inside"):
-        delta.apply(hostile, old.clone())
+        apply(hostile, old.clone())
 
 
 def test_a_change_of_an_empty_tensor_whose_strides_overflow() -> None:

@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import rollway
+from rollway.integrations.prime_rl.broadcast import CollectiveSender
 from tests.light.spec import light
+from tests.stack.policies import Policy
+from tests.stack.serving import some_rollouts
+from tests.waiting import wait_until
 
 PAUSE = "/pause?mode=keep&clear_cache=false"
 GENERATE = "/inference/v1/generate"
@@ -34,6 +39,21 @@ def light_stack(base_model: Path, home: Path, output_dir: Path) -> Iterator[roll
         running = opening.__enter__()
     yield running
     opening.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def serve_shared(
+    stack: rollway.Stack, home: Path, versions: Iterator[int], output_dir: Path, broadcast: str
+) -> Iterator[PrimeServer]:
+    """A server in front of the stack that all tests share."""
+    options = "--weight-broadcast", broadcast
+    running = PrimeServer("shared", output_dir, options, env={"ROLLWAY_HOME": str(home)}).start()
+    yield running
+    newest = max(rollout.weight_version or 0 for rollout in some_rollouts(stack, 1))
+    running.end()
+    # The server chose its own versions; other tests of this stack must count on from there.
+    while next(versions) < newest:
+        pass
 
 
 @dataclass
@@ -159,3 +179,84 @@ def broadcast(
     for marker in markers:
         (directory / marker).touch()
     return directory
+
+
+def init_group(server: PrimeServer, port: int, ranks: int = 2, **more: Any) -> tuple[int, Any]:
+    body = {"host": "127.0.0.1", "port": port, "rank_offset": 0, "inference_world_size": ranks}
+    return server.post("/init_broadcaster", {**body, "timeout": 60, **more})
+
+
+def form_group(server: PrimeServer, sender: CollectiveSender, ranks: int = 2) -> None:
+    """Form a group, as orchestrator and trainer do at the same time."""
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(init_group, server, sender.port, ranks)
+        sender.connect()
+        status, answer = joined.result(90)
+        assert status == 200, answer
+
+
+def send_step(
+    server: PrimeServer, sender: CollectiveSender, step: int, tensors: Any
+) -> tuple[int, Any]:
+    """Broadcast a step; play the orchestrator's part of it."""
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, step, tensors)
+        directory = server.output_dir / "broadcasts" / f"step_{step}"
+        wait_until(lambda: (directory / "STABLE").exists(), 30)
+        assert server.post(PAUSE)[0] == 200
+        (directory / "NCCL_READY").touch()
+        answer = server.post("/update_weights", {"weight_dir": f"broadcasts/step_{step}"})
+        sending.result(60)
+    return answer
+
+
+def distance(policy: Policy, prompt: list[int], answer: dict[str, object]) -> float:
+    ids = answer["choices"][0]["token_ids"]  # type: ignore[index]
+    return policy.distance(prompt, ids, read_logprobs(answer))
+
+
+@pytest.fixture(scope="module", name="server")
+def shared_server(
+    request: pytest.FixtureRequest,
+    vllm_stack: rollway.Stack,
+    session_home: Path,
+    versions: Iterator[int],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[PrimeServer]:
+    """A server in front of the session's real workers. A module names its type of broadcasts: one
+    that is not named is that of the server before."""
+    output_dir = tmp_path_factory.mktemp("outputs")
+    broadcast = request.module.BROADCAST
+    with serve_shared(vllm_stack, session_home, versions, output_dir, broadcast) as running:
+        yield running
+
+
+# --- fixtures of a module's own light stack ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prime-rl-home")
+
+
+@pytest.fixture(scope="module")
+def output_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="module")
+def stack(home: Path, output_dir: Path, base_model: Path) -> Iterator[rollway.Stack]:
+    with light_stack(base_model, home, output_dir) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(stack: rollway.Stack, home: Path, output_dir: Path) -> Iterator[PrimeServer]:
+    running = PrimeServer("prime", output_dir, env={"ROLLWAY_HOME": str(home)}).start()
+    yield running
+    running.end()
+
+
+@pytest.fixture(autouse=True)
+def in_module_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLWAY_HOME", str(home))

@@ -1,4 +1,4 @@
-"""A real gateway in front of a real stack."""
+"""A real gateway in front of a real stack, and a check of what it records."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import openai
 
 import rollway
 from rollway.rollout.sequence import TokenSequence
+from tests.stack.policies import Policy
+from tests.stack.serving import TOLERANCE
 
 
 @dataclass
@@ -56,3 +58,13 @@ class Served:
 
     def client(self, session: str, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url, api_key=session, max_retries=0, **options)
+
+
+def check(sequence: TokenSequence, stack: rollway.Stack, policy: Policy) -> None:
+    """The engine's log-probs, of a whole trajectory, are those of a fresh look at its tokens."""
+    sampled = [i for i, bit in enumerate(sequence.loss_mask) if bit]
+    (scores,) = stack.teacher().score([sequence.token_ids])
+    by_torch = [None, *policy.logprobs(sequence.token_ids[:1], sequence.token_ids[1:])]
+    for other in (scores.logprobs, by_torch):
+        apart = [abs(sequence.logprobs[i] - (other[i] or 0.0)) for i in sampled]
+        assert max(apart) < TOLERANCE

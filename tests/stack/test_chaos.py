@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 
 from tests.conftest import Cli, Footprint
 from tests.light.spec import STACK_FILE, WITH_LIGHT_WORKERS, WITH_ROLES_APART
-
-BAD = ("stale_tokens", "wrong_logprobs", "lost_rollouts", "hangs", "orphans")
-
-
-def chaos(cli: Cli, *arguments: str, timeout: float = 600.0) -> dict[str, Any]:
-    done = cli("chaos", *arguments, "--json", "--quiet", timeout=timeout)
-    assert done.stdout, done.stderr[-2000:]
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert "rounds" in report, report
-    return report
+from tests.stack.chaos import BAD, chaos
 
 
 @pytest.mark.parametrize("rounds", [8, pytest.param(24, marks=pytest.mark.soak)])
@@ -36,6 +24,24 @@ def test_light_workers_under_every_kind_of_fault(
     assert {name: report[name] for name in BAD} == dict.fromkeys(BAD, 0), report["examples"]
     assert report["rounds"] == rounds and report["tokens_checked"] > 400 * rounds
     assert len(report["faults"]) >= min(8, rounds // 2)
+    assert footprint.settle() == {}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "faults"),
+    [
+        (4, ("kill_worker", "worker_join", "half_checkpoint", "refit_cancelled")),
+        pytest.param(24, (), marks=pytest.mark.soak),
+    ],
+)
+def test_prime_rls_calls_refit_and_sample(
+    cli: Cli, footprint: Footprint, rounds: int, faults: tuple[str, ...]
+) -> None:
+    only = [word for fault in faults for word in ("--fault", fault)]
+    arguments = (*WITH_LIGHT_WORKERS, "--through", "prime-rl", "--rounds", str(rounds), *only)
+    report = chaos(cli, *arguments, timeout=1500.0)
+    assert {name: report[name] for name in BAD} == dict.fromkeys(BAD, 0), report["examples"]
+    assert report["rounds"] == rounds and report["tokens_checked"] > 300 * rounds
     assert footprint.settle() == {}
 
 

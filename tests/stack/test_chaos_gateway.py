@@ -10,8 +10,9 @@ import pytest
 
 from tests.conftest import Cli, Footprint
 from tests.light.spec import WITH_LIGHT_WORKERS
+from tests.soak import SOAK
 
-SHORT = ("--gateway", "--agents", "16", "--json", "--quiet")
+SHORT = ("--gateway", "--agents", "16" if SOAK else "8", "--json", "--quiet")
 
 
 def chaos(cli: Cli, *arguments: str) -> tuple[int, dict[str, Any]]:

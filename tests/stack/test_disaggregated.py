@@ -27,8 +27,8 @@ from rollway.http import Http
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request
-from rollway.stack.disaggregated import has_nixl
 from rollway.stack.state import StackDir, secret_file
+from rollway.stack.workers import has_nixl
 from rollway.versions import taint_of
 from rollway.weights.transports.shm import ShmPublisher
 from tests.conftest import Cli

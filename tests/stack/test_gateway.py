@@ -14,14 +14,12 @@ import openai
 import pytest
 
 import rollway
-from rollway.rollout.sequence import TokenSequence
 from tests.stack.policies import Policy
-from tests.stack.served import Served
+from tests.stack.served import Served, check
 from tests.stack.tool_model import TOOL
 
 pytestmark = pytest.mark.stack
 
-TOLERANCE = 1e-4
 Ask = Callable[[list[Any]], Any]
 
 
@@ -61,16 +59,6 @@ def exchange(ask: Ask, rounds: int = 3) -> list[Any]:
             result = {"role": "tool", "content": str(total), "tool_call_id": number_called}
             messages.append(result)
     return messages
-
-
-def check(sequence: TokenSequence, stack: rollway.Stack, policy: Policy) -> None:
-    """The engine's log-probs, of a whole trajectory, are those of a fresh look at its tokens."""
-    sampled = [i for i, bit in enumerate(sequence.loss_mask) if bit]
-    (scores,) = stack.teacher().score([sequence.token_ids])
-    by_torch = [None, *policy.logprobs(sequence.token_ids[:1], sequence.token_ids[1:])]
-    for other in (scores.logprobs, by_torch):
-        apart = [abs(sequence.logprobs[i] - (other[i] or 0.0)) for i in sampled]
-        assert max(apart) < TOLERANCE
 
 
 def test_the_openai_client_and_its_tools(served: Served, policy: Policy) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import rollway
 from rollway.aio import Stack
-from rollway.chaos.run import naive_refit
+from rollway.chaos.control import naive_refit
 from rollway.errors import AdminError, RolloutError, Unreachable, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode
@@ -131,20 +131,23 @@ async def test_02_an_aborted_rollout_does_not_look_finished(
     client: Stack, bare: Bare, policies: list[Policy], brake_file: Path, move: Move
 ) -> None:
     await move(client)
-    prompt = fresh_prompt()
-    ours = client.rollouts().generate(prompt, LONGER, n=16)
+    rollouts = client.rollouts()
+    rollouts.resumes = False
+    ours = rollouts.generate(fresh_prompt(), LONGER, n=16)
+    resumed = client.rollouts().generate(fresh_prompt(), LONGER, n=16)
     plain = all_or_none(bare.ask(fresh_prompt(), LONGER) for _ in range(16))
     with slowed(brake_file):
-        running = await under_way(client, all_or_none([ours, plain]))
+        running = await under_way(client, all_or_none([ours, plain, resumed]))
         await client.fleet.pause("abort")
     await client.fleet.resume()
-    group, answers = await running
+    group, answers, whole = await running
     reasons = {answer["choices"][0]["finish_reason"] for answer in answers}
     assert "stop" in reasons  # Dynamo's word, although no token may end these
     assert {rollout.finish_reason for rollout in group} <= {"aborted", "length"}
     aborted = [rollout for rollout in group if rollout.finish_reason == "aborted"]
     assert aborted and all(len(rollout.token_ids) < 1000 for rollout in aborted)
-    for rollout in group:
+    assert {(r.finish_reason, len(r.token_ids)) for r in whole} == {("length", 1000)}
+    for rollout in [*group, *whole]:
         assert_exact(policies, rollout)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import rollway
+from rollway.orders import SECRET
 from tests.light.spec import light
 from tests.stack.policies import Policy
 from tests.stack.prime_rl import (
@@ -18,47 +16,21 @@ from tests.stack.prime_rl import (
     PAUSE,
     PrimeServer,
     broadcast,
-    light_stack,
+    distance,
+    home,
+    in_module_home,
     make_request,
+    output_dir,
     read_logprobs,
+    server,
+    stack,
 )
 from tests.stack.serving import TOLERANCE, fresh_prompt, read_state
 from tests.waiting import wait_until
 
+__all__ = ["home", "in_module_home", "output_dir", "server", "stack"]  # fixtures
+
 pytestmark = pytest.mark.stack
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("prime-rl-home")
-
-
-@pytest.fixture(scope="module")
-def output_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("outputs")
-
-
-@pytest.fixture(scope="module")
-def stack(home: Path, output_dir: Path, base_model: Path) -> Iterator[rollway.Stack]:
-    with light_stack(base_model, home, output_dir) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def server(stack: rollway.Stack, home: Path, output_dir: Path) -> Iterator[PrimeServer]:
-    running = PrimeServer("prime", output_dir, env={"ROLLWAY_HOME": str(home)}).start()
-    yield running
-    running.end()
-
-
-@pytest.fixture(autouse=True)
-def in_module_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLWAY_HOME", str(home))
-
-
-def distance(policy: Policy, prompt: list[int], answer: dict[str, object]) -> float:
-    ids = answer["choices"][0]["token_ids"]  # type: ignore[index]
-    return policy.distance(prompt, ids, read_logprobs(answer))
 
 
 def test_the_calls_of_a_start_in_their_order(
@@ -142,74 +114,6 @@ def test_a_resumed_run_begins_at_a_lower_step(
     assert distance(policies[2], prompt, answer) < TOLERANCE
 
 
-def test_a_server_killed_in_a_broadcast_goes_on_where_it_was(
-    server: PrimeServer, output_dir: Path, policies: list[Policy]
-) -> None:
-    broadcast(output_dir, 5, policies[1].path)
-    assert server.post(PAUSE)[0] == 200
-    server.end(kill=True)
-    server.start()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(server.generate, fresh_prompt(20))
-        wait_until(lambda: server.metrics()["rollway_gate_waiting"] == 1, 10)
-        status, answer = server.post("/update_weights", {"weight_dir": "broadcasts/step_5"})
-        assert status == 200 and not waiting.done()
-        assert server.post("/resume")[0] == 200
-        assert waiting.result(60)["weight_version"] == answer["weight_version"]
-
-
-def test_a_worker_killed_between_pause_and_update_delays_nothing(
-    server: PrimeServer, stack: rollway.Stack, output_dir: Path, policies: list[Policy]
-) -> None:
-    broadcast(output_dir, 6, policies[2].path)
-    assert server.post(PAUSE)[0] == 200
-    victim = next(p for p in read_state("prime").processes if p.instance)
-    os.kill(victim.pid or 0, signal.SIGKILL)
-    status, answer = server.post("/update_weights", {"weight_dir": "broadcasts/step_6"})
-    assert status == 200, answer
-    assert server.post("/resume")[0] == 200
-    versions = stack.fleet.read_versions
-    wait_until(lambda: list(versions().values()) == [answer["weight_version"]] * 2, 60)
-    prompt = fresh_prompt(20)
-    assert distance(policies[2], prompt, server.generate(prompt)) < TOLERANCE
-
-
-@pytest.mark.parametrize("victim", ["a worker", "the server"])
-def test_a_death_during_an_update_leaves_no_old_version_in_service(
-    server: PrimeServer, stack: rollway.Stack, output_dir: Path, policies: list[Policy], victim: str
-) -> None:
-    """prime-rl repeats a call that failed with a 5xx or with its connection."""
-    step, policy = (7, policies[1]) if victim == "a worker" else (8, policies[2])
-    broadcast(output_dir, step, policy.path)
-    began = server.metrics()["rollway_weight_updates"]
-    assert server.post(PAUSE)[0] == 200
-    body = {"weight_dir": f"broadcasts/step_{step}"}
-    with ThreadPoolExecutor(1) as pool:
-        updating = pool.submit(server.post, "/update_weights", body)
-        wait_until(lambda: server.metrics()["rollway_weight_updates"] > began, 10, every=0.001)
-        if victim == "a worker":
-            process = next(p for p in read_state("prime").processes if p.instance)
-            os.kill(process.pid or 0, signal.SIGKILL)
-        else:
-            server.end(kill=True)
-            server.start()
-    # It may have been done before the kill; else it is not, and must be repeated.
-    status = 0 if updating.exception() else updating.result()[0]
-    for _ in range(5):
-        if status == 200 and victim == "a worker":
-            break
-        status, answer = server.post("/update_weights", body)
-        assert status in (200, 503), answer
-    assert status == 200
-    version = server.post("/update_weights", body)[1]["weight_version"]
-    assert server.post("/resume")[0] == 200
-    wait_until(lambda: list(stack.fleet.read_versions().values()) == [version] * 2, 60)
-    for _ in range(4):
-        prompt = fresh_prompt(20)
-        done = server.generate(prompt)
-        assert done["weight_version"] == version and distance(policy, prompt, done) < TOLERANCE
-
-
 def test_refusals_are_4xx_and_nothing_changes(
     server: PrimeServer, output_dir: Path, policies: list[Policy], tmp_path: Path
 ) -> None:
@@ -226,7 +130,7 @@ def test_refusals_are_4xx_and_nothing_changes(
         ({"weight_dir": str(half)}, "lacks weight files"),
         ({"weight_dir": str(outside)}, "outside the allowed checkpoint roots"),
         ({"weight_dir": "../../etc"}, "outside the allowed checkpoint roots"),
-        ({"weight_dir": None}, "filesystem"),
+        ({"weight_dir": None}, "weight_dir is missing"),
     ):
         status, answer = server.post("/update_weights", body)
         assert status == 400 and reason in answer["error"]["message"], answer
@@ -235,12 +139,12 @@ def test_refusals_are_4xx_and_nothing_changes(
     assert server.post("/pause?mode=never")[0] == 400
 
 
-def test_a_transport_that_is_missing_is_named_twice(server: PrimeServer) -> None:
+def test_a_group_that_cannot_form_is_named_twice(server: PrimeServer) -> None:
     """prime-rl ignores every answer to /init_broadcaster but 404."""
-    body = {"host": "127.0.0.1", "port": 29501, "rank_offset": 0, "inference_world_size": 2,
+    body = {"host": "127.0.0.1", "port": 29501, "rank_offset": 0, "inference_world_size": 3,
             "timeout": 1200, "quantize_in_weight_transfer": False}  # fmt: skip
     for status, answer in (server.post("/init_broadcaster", body), server.post(PAUSE)):
-        assert status == 409 and 'type = "filesystem"' in answer["error"]["message"]
+        assert status == 409 and "the fleet has 2 workers" in answer["error"]["message"]
     assert server.post(PAUSE)[0] == 200  # the next run may use files
     assert server.post("/resume")[0] == 200
 
@@ -333,6 +237,37 @@ def test_two_addresses_and_their_tokens(server: PrimeServer, output_dir: Path, h
         assert other.get("/v1/models", **agent)[0] == 200
         assert other.post(PAUSE, **operator)[0] == 200
         assert other.post("/resume", **operator)[0] == 200
+    finally:
+        other.end()
+        server.start()
+
+
+def test_a_server_attached_by_address_does_the_same(
+    server: PrimeServer,
+    stack: rollway.Stack,
+    output_dir: Path,
+    base_model: Path,
+    policies: list[Policy],
+    tmp_path: Path,
+) -> None:
+    """As in a cluster: no files of the stack, only its addresses and its secret."""
+    state = read_state("prime")
+    options = ("--rl-url", state.rl, "--model", "tiny", "--tokenizer", str(base_model))
+    env = {"ROLLWAY_HOME": str(tmp_path), SECRET: stack.weights_secret}
+    server.end()
+    other = PrimeServer(state.frontend, output_dir, options, env).start()
+    try:
+        broadcast(output_dir, 60, policies[1].path)
+        other.update("broadcasts/step_60")
+        prompt = fresh_prompt(20)
+        assert distance(policies[1], prompt, other.generate(prompt)) < TOLERANCE
+        assert other.post(PAUSE)[0] == 200
+        other.end(kill=True)
+        other.start()
+        assert other.metrics()["rollway_gate_open"] == 0  # it remembers where it was
+        assert other.post("/resume")[0] == 200
+        versions = stack.fleet.read_versions().values()
+        assert set(versions) == {other.generate(prompt)["weight_version"]}
     finally:
         other.end()
         server.start()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,28 @@ from safetensors.torch import load_file, save_file
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponse
 
 import rollway
+from rollway.http import Http
+from rollway.integrations.prime_rl.client import (
+    compute_teacher_logprobs,
+    read_config,
+    setup_clients,
+)
 from tests.stack.policies import Policy
-from tests.stack.prime_rl import GENERATE, PAUSE, PrimeServer, broadcast, read_logprobs
-from tests.stack.serving import TOLERANCE, fresh_prompt, some_rollouts
+from tests.stack.prime_rl import (
+    GENERATE,
+    PAUSE,
+    PrimeServer,
+    broadcast,
+    distance,
+    read_logprobs,
+    shared_server,
+)
+from tests.stack.serving import TOLERANCE, fresh_prompt
 from tests.waiting import wait_until
 
+__all__ = ["shared_server"]  # a fixture
 pytestmark = pytest.mark.stack
-
-
-@pytest.fixture(scope="module")
-def server(
-    vllm_stack: rollway.Stack,
-    session_home: Path,
-    versions: Iterator[int],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[PrimeServer]:
-    output_dir = tmp_path_factory.mktemp("outputs")
-    running = PrimeServer("shared", output_dir, env={"ROLLWAY_HOME": str(session_home)}).start()
-    yield running
-    newest = max(rollout.weight_version or 0 for rollout in some_rollouts(vllm_stack, 1))
-    running.end()
-    # The server chose its own versions; other tests of this stack must count on from there.
-    while next(versions) < newest:
-        pass
+BROADCAST = "filesystem"
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +49,6 @@ def halved(policies: list[Policy], tmp_path_factory: pytest.TempPathFactory) -> 
     )
     (directory / "config.json").write_text((policies[1].path / "config.json").read_text())
     return Policy(directory)
-
-
-def distance(policy: Policy, prompt: list[int], answer: dict[str, Any]) -> float:
-    return policy.distance(prompt, answer["choices"][0]["token_ids"], read_logprobs(answer))
 
 
 def test_a_broadcast_in_bf16_without_a_config_is_served(
@@ -123,6 +118,26 @@ def test_a_teacher_scores_by_both_of_its_wires(server: PrimeServer, policies: li
         # prime-rl takes the first entry of each position.
         first = [next(iter(entry.values()))["logprob"] for entry in scores[1:]]
         assert max(abs(a - b) for a, b in zip(first, wanted, strict=True)) < TOLERANCE
+
+
+def test_the_client_of_june_scores_by_both_transports(
+    server: PrimeServer, vllm_stack: rollway.Stack, policies: list[Policy]
+) -> None:
+    """Dynamo's own frontend lists the likeliest token beside the prompt's, in any order."""
+    broadcast(server.output_dir, 3, policies[1].path)
+    server.update("broadcasts/step_3")
+    ids = fresh_prompt(30)
+    wanted = [0.0, *policies[1].logprobs(ids[:1], ids[1:])]
+    places = (("vllm", server.url), ("dynamo", server.url), ("dynamo", vllm_stack.frontend_url))
+
+    async def score() -> list[list[float]]:
+        configs = [{"backend": name, "base_url": f"{url}/v1"} for name, url in places]
+        clients = [client for config in configs for client in setup_clients(read_config(config))]
+        async with Http() as http:
+            return await compute_teacher_logprobs(clients, "tiny", [ids] * 3, http=http)
+
+    for scores in asyncio.run(score()):
+        assert scores == pytest.approx(wanted, abs=TOLERANCE)
 
 
 def test_an_eval_by_chat_is_answered(server: PrimeServer) -> None:

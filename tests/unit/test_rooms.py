@@ -1,4 +1,5 @@
-"""A package imports only packages below it, so the graph of packages has no cycle."""
+"""A package imports only packages below it, so the graph of packages has no cycle; no test module
+imports another."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ ORDER = [
     "errors",
     "private plain http orders versions",
     "ranks",
-    "roles contradictions",
+    "contradictions",
     "model_spec",
     "config processes",
     "weights",
@@ -32,6 +33,10 @@ ORDER = [
     "cli",
 ]
 """From the bottom to the top, as in docs/architecture.md."""
+
+TESTS = Path(__file__).parents[1]
+LISTS_TESTS = TESTS / "unit" / "prime_rl" / "test_findings.py"
+"""Names a test for every finding, and must fail when one of them is renamed."""
 
 
 def list_imports(tree: ast.AST) -> Iterator[str]:
@@ -61,4 +66,15 @@ def test_a_package_imports_only_packages_below_it() -> None:
             step = level.get(imported, level["__init__"])
             if imported != package and step >= level[package]:
                 wrong.add(f"{file.relative_to(source)} imports {name}")
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_what_tests_share_is_in_no_test_module() -> None:
+    """Helpers are in conftest.py or beside the tests: pytest collects an imported test twice."""
+    wrong = set()
+    for file in set(TESTS.rglob("*.py")) - {LISTS_TESTS}:
+        for name in list_imports(ast.parse(file.read_text())):
+            package, *parts = name.split(".")
+            if package == "tests" and any(part.startswith("test_") for part in parts):
+                wrong.add(f"{file.relative_to(TESTS)} imports {name}")
     assert not wrong, "\n".join(sorted(wrong))

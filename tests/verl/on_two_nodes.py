@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
@@ -15,6 +16,8 @@ NODE = {"num_cpus": 20, "num_gpus": 1, "object_store_memory": 150 << 20}
 
 def start_two_nodes(temp_dir: str) -> Cluster:
     """Start two raylets on this machine, which are two nodes to Ray."""
+    # Ray writes the cluster's address there, whatever the `temp_dir`, and creates no directory.
+    Path("/tmp/ray").mkdir(exist_ok=True)
     head = {**NODE, "temp_dir": temp_dir, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**NODE)

@@ -71,7 +71,7 @@ def test_a_trainer_without_nixl_is_named_in_the_error(tmp_path: Path) -> None:
         "from rollway.weights.transports.nixl.agent import _PACKAGES\n"
         "sys.modules.update(dict.fromkeys(_PACKAGES))  # as if they were not installed\n"
         "from rollway.integrations.verl.spec import WeightOptions\n"
-        "from rollway.integrations.verl.publish import WeightSender\n"
+        "from rollway.integrations.verl.weights import WeightSender\n"
         "WeightSender(WeightOptions(weights='nixl'), 1)"
     )
     command = [str(verl_python()), "-c", program]

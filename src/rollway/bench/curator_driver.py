@@ -17,6 +17,7 @@ from nemo_curator.backends.ray_data import RayDataExecutor
 from nemo_curator.core.serve import DynamoServerConfig, DynamoVLLMModelConfig
 from nemo_curator.core.serve import InferenceServer as CuratorServer
 from nemo_curator.core.serve.dynamo import vllm as curators_workers
+from nemo_curator.core.serve.server import _active_servers as active_servers
 from nemo_curator.models.client.llm_client import GenerationConfig
 from nemo_curator.models.client.openai_client import AsyncOpenAIClient
 from nemo_curator.pipeline import Pipeline
@@ -24,7 +25,7 @@ from nemo_curator.stages.synthetic.qa_multilingual_synthetic import QAMultilingu
 from openai import AsyncOpenAI
 from ray.cluster_utils import Cluster
 
-from rollway.bench.curator import Round
+from rollway.bench.curator import Round, Rows
 from rollway.integrations.curator import InferenceServer, RollwayServerConfig
 from rollway.integrations.curator.backend import make_launcher_fields
 from rollway.integrations.curator.translate import make_fields, make_stack_name
@@ -37,6 +38,8 @@ TIMEOUT = 120
 PROMPT = "Write one question and its answer in {language}."
 PAIRS, REQUESTS = 20, 96
 """Pairs of runs of the two clients in each round, and the requests of a run: some 0.7 s."""
+PIPELINES = 12
+"""Pairs of pipelines of the two backends."""
 Ask = Callable[[], Awaitable[None]]
 
 
@@ -45,14 +48,15 @@ def main() -> None:
     rounds, rows, replicas, cpus = map(int, sys.argv[2:])
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     curators_workers.DYNAMO_VLLM_RUNTIME_ENV.clear()  # it would install CUDA packages
-    with _run_cluster(cpus, replicas):
+    with _run_cluster(cpus, 2 * replicas):
         for number in range(rounds):
             # Which is first alternates: the machine may warm up or slow down.
             order = ("curator", "rollway") if number % 2 == 0 else ("rollway", "curator")
             for backend in order:
                 server = _make_server(backend, model, replicas, number)
-                result = _measure(backend, server, rows)
-                print(json.dumps(asdict(result)), flush=True)
+                print(json.dumps(asdict(_measure(backend, server))), flush=True)
+        servers = {b: _make_server(b, model, replicas, rounds) for b in ("curator", "rollway")}
+        print(json.dumps(asdict(_compare_rows(servers, rows))), flush=True)
 
 
 @contextlib.contextmanager
@@ -82,20 +86,37 @@ def _make_server(backend: str, model: str, replicas: int, number: int) -> Any:
     return InferenceServer(models=[], backend=RollwayServerConfig(stack=stack))
 
 
-def _measure(backend: str, server: Any, rows: int) -> Round:
+def _measure(backend: str, server: Any) -> Round:
     began = time.perf_counter()
     server.start()
     ready = time.perf_counter() - began
     try:
-        _generate(server.endpoint, 8)  # the first run of a pipeline starts Ray's workers
-        rate = _generate(server.endpoint, rows)
         # Which backend serves makes no difference between clients.
         rates = asyncio.run(_compare_clients(server.endpoint)) if backend == "rollway" else ([], [])
     finally:
         began = time.perf_counter()
         server.stop()
         stop = time.perf_counter() - began
-    return Round(backend, ready, rate, stop, *rates)
+    return Round(backend, ready, stop, *rates)
+
+
+def _compare_rows(servers: dict[str, Any], rows: int) -> Rows:
+    """Run both backends beside each other; return the rows per second of short pipelines by turns.
+
+    With one after the other, minutes apart, a backend's own rounds differed by 17%."""
+    rates: dict[str, list[float]] = {backend: [] for backend in servers}
+    with contextlib.ExitStack() as running:
+        for server in servers.values():
+            active_servers.clear()  # Curator allows one server in a process
+            server.start()
+            running.callback(server.stop)
+        for server in servers.values():
+            _generate(server.endpoint, rows // 4)  # opens connections, and starts Ray's workers
+        for pair in range(PIPELINES):
+            # Who is first alternates.
+            for backend in servers if pair % 2 == 0 else reversed(servers):
+                rates[backend].append(_generate(servers[backend].endpoint, rows))
+    return Rows(**rates)
 
 
 class _TimedStage(QAMultilingualSyntheticStage):  # type: ignore[misc]

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollway.bench.gpu_limits import synchronize
-from rollway.weights.digest.changes import compare_pairs
+from rollway.bench.gpu_load import synchronize
+from rollway.weights.digest.changes import RunningSums, compare_pairs
 from rollway.weights.digest.checksums import integers, word_sums
-from rollway.weights.digest.running import RunningSums
 from rollway.weights.offer import Offer
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
-from rollway.weights.transports.delta.format import read_elements, write_elements
+from rollway.weights.transports.delta.installing import read_elements, write_elements
 from rollway.weights.transports.delta.unpacking import add_bits
 
 ROUNDS = 3
@@ -34,7 +33,8 @@ def measure_parts(
 ) -> dict[str, Any]:
     """Return the median seconds of each part, for a delta of `weights` on their own device."""
     parts = _Parts(weights, next(iter(weights.values())).device)
-    with DeltaPublisher(Store(scratch), snapshot_every=1000) as publisher:
+    options: dict[str, Any] = {"snapshot_every": 1000, "temporary": True, "compression": "none"}
+    with DeltaPublisher(Store(scratch), **options) as publisher:
         before = publisher.publish(1, weights.items())
         for version in range(2, ROUNDS + 3):  # the first of them compiles and maps memory
             old = {name: tensor.clone() for name, tensor in weights.items()}

@@ -28,8 +28,15 @@ from rollway.aio import Stack, up
 from rollway.api import make_spec
 from rollway.bench import Say, round_floats
 from rollway.bench.gpu_load import PROMPT_TOKENS, make_prompts
-from rollway.bench.gpu_reference import Reference, pick_logprobs
-from rollway.bench.real_model import Weights, cache_model, change_all, change_some, draw_weights
+from rollway.bench.real_model import (
+    Reference,
+    Weights,
+    cache_model,
+    change_all,
+    change_some,
+    draw_weights,
+    pick_logprobs,
+)
 from rollway.config import StackSpec
 from rollway.demo.placement import make_float32_env
 from rollway.errors import UsageError

@@ -231,6 +231,7 @@ def _compare(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
 def _encode(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
     """Encode a delta: from tensors on the device to compressed bytes on the host, with digests."""
     from rollway.weights.transports.delta import format as delta
+    from rollway.weights.transports.delta.installing import apply
 
     old = _make_model(config, bench.device)
     new = _change_some(old)
@@ -244,7 +245,7 @@ def _encode(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
 
     packed = encode()
     for entry in packed:  # applying verifies the digests
-        delta.apply(entry, old[entry.header.name], torch.empty_like(old[entry.header.name]))
+        apply(entry, old[entry.header.name], torch.empty_like(old[entry.header.name]))
     size = _nbytes(old.values())
     encoded = sum(len(part) for entry in packed for part in entry.parts())
     rates = bench.measure_rates(size, {"": encode, "one_by_one_": one_by_one})

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollway.bench import round_floats
-from rollway.bench.gpu_limits import read_used, synchronize
+from rollway.bench.gpu_load import read_used, synchronize
 from rollway.bench.real_model import Weights
 
 if TYPE_CHECKING:

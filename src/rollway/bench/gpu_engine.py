@@ -37,8 +37,7 @@ from rollway.aio import Stack, up
 from rollway.bench import Say, round_floats
 from rollway.bench.delta_parts import measure_parts
 from rollway.bench.gpu_colocated import measure_colocated
-from rollway.bench.gpu_limits import MemoryWatch, measure_limits, synchronize
-from rollway.bench.gpu_load import Load, make_prompts
+from rollway.bench.gpu_load import Load, MemoryWatch, make_prompts, measure_limits, synchronize
 from rollway.bench.gpu_options import PARTS, UNDER_LOAD, Options, describe_stack
 from rollway.bench.real_model import (
     Weights,
@@ -57,7 +56,7 @@ from rollway.stack.preset import cache_dir
 from rollway.versions import taint_of
 
 if TYPE_CHECKING:
-    from rollway.bench.gpu_reference import Reference
+    from rollway.bench.real_model import Reference
 
 Change = Callable[[Weights, int], None]
 _CHECKED = 8
@@ -208,7 +207,7 @@ class GpuEngineBench:
 
     async def _measure_delta(self) -> dict[str, Any]:
         # No second snapshot: every version after the first is a delta.
-        options = {"directory": self.scratch / "deltas", "snapshot_every": 1000}
+        options = {"snapshot_every": 1000}
         figures = await self._measure_refits("delta", options, change_some)
         # Afterwards, and not on the weights that later parts publish.
         copy = {name: tensor.clone() for name, tensor in self.weights.items()}
@@ -298,7 +297,7 @@ class GpuEngineBench:
     def get_reference(self) -> Reference:
         """Return the trainer's model, which uses the memory of its weights."""
         if self.reference is None:
-            from rollway.bench.gpu_reference import Reference
+            from rollway.bench.real_model import Reference
 
             path = Path(self.spec.models[0].path)
             self.reference = Reference(path, self.weights, self.device)

@@ -4,13 +4,16 @@
 some in use, a fifth without the stack's label), and so is the stack: replicas of 1 to 16 ranks,
 with tensor, pipeline and data parallelism, and two models with prefill and decode apart.
 
-`launching` runs the workers of a stack file under one supervisor of this machine, and then over
-several raylets of this machine, which it starts: until they are ready, requests through the
-frontend, a refit, and until they are gone.
+`launching` runs the workers of a stack file under one supervisor of this machine, and over several
+raylets of this machine, which it starts: until they are ready, requests through the frontend, a
+refit, and until they are gone. Both take turns, and the raylets run all the time.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import random
 import statistics
 import time
@@ -29,19 +32,20 @@ from rollway.fleet.discovery import RlListing
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
+from rollway.stack.ray import cluster, launcher
 from rollway.stack.ray.placement import NodeInfo, plan_placement
 
 
 def bench_planning(replicas: int = 1000, nodes: int = 1000) -> dict[str, Any]:
     """Place a large mixed stack on a large mixed cluster."""
-    spec, cluster = make_stack(replicas), make_cluster(nodes)
+    spec, free = make_stack(replicas), make_cluster(nodes)
     began, cpu_began = time.monotonic(), time.process_time()
-    plan = plan_placement(spec, cluster)
+    plan = plan_placement(spec, free)
     figures = {
         "seconds": time.monotonic() - began,
         "cpu_seconds": time.process_time() - cpu_began,
         "replicas": len(plan.replicas),
-        "nodes": len(cluster),
+        "nodes": len(free),
         "nodes_used": len({rank.node for place in plan.replicas for rank in place.ranks}),
         "replicas_over_nodes": sum(len(place.ranks) > 1 for place in plan.replicas),
         "gpus": sum(rank.gpus for place in plan.replicas for rank in place.ranks),
@@ -74,21 +78,25 @@ def make_stack(replicas: int) -> StackSpec:
 def make_cluster(nodes: int, seed: int = 0) -> list[NodeInfo]:
     """Return a cluster in which other jobs hold some of the GPUs and CPUs."""
     rng = random.Random(seed)
-    cluster = []
+    infos = []
     for i in range(nodes):
         size = rng.choice((8, 8, 8, 6, 4, 1))
         gpus, cpus = size - rng.choice((0, 0, 0, 1, 2)), 4 * size - rng.randrange(2 * size)
         labels = {"use": "other"} if rng.random() < 1 / 5 else {}
-        cluster.append(NodeInfo(f"{i:04x}", f"10.0.{i >> 8}.{i & 255}", i == 0, cpus, gpus, labels))
-    return cluster
+        infos.append(NodeInfo(f"{i:04x}", f"10.0.{i >> 8}.{i & 255}", i == 0, cpus, gpus, labels))
+    return infos
 
 
 # --- launching -----------------------------------------------------------------------------------
 
+_ROUNDS = 3
 _REQUESTS = 256
 _REPEATS = 3
 _BATCHES = 8
 _PROMPT = range(10, 42)
+_IDLE_SECONDS = 120.0
+_IDLE_SHARE = 0.2
+"""Of a core; four idle raylets with their agents take less than a tenth."""
 _SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
 
 
@@ -98,23 +106,65 @@ async def bench_launching(
     """Run the same workers under one supervisor, and over raylets of this machine."""
     require("ray")
     workers = spec.models[0].replicas
-    progress(f"{workers} workers under one supervisor")
-    local = await _measure_stack(spec.model_copy(update={"launcher": "local"}))
-    with _run_raylets(nodes, workers) as address:
-        progress(f"{workers} workers over {nodes} raylets")
+    local, on_ray = [], []
+    with _run_raylets(nodes, workers) as address, cluster.connect(address):
+        await _wait_until_idle()
         settings = spec.ray.model_copy(update={"address": address, "gpus": 0.0})
-        on_ray = await _measure_stack(spec.model_copy(update={"launcher": "ray", "ray": settings}))
-    ratios = {
-        f"{name}_ratio": on_ray[name] / local[name]
-        for name in ("ready_seconds", "stop_seconds", "requests_per_second")
-    }
-    figures = {
+        for number in range(1, _ROUNDS + 1):
+            progress(f"round {number} of {_ROUNDS}: {workers} workers under one supervisor")
+            local.append(await _measure_stack(spec.model_copy(update={"launcher": "local"})))
+            progress(f"round {number} of {_ROUNDS}: {workers} workers over {nodes} raylets")
+            placed = spec.model_copy(update={"launcher": "ray", "ray": settings})
+            on_ray.append(await _measure_stack(placed))
+    return {
         "workers": workers,
         "nodes": nodes,
-        "local": round_floats(local, ".4g"),
-        "ray": round_floats(on_ray, ".4g"),
+        "local": round_floats(_take_medians(local), ".4g"),
+        "ray": round_floats(_take_medians(on_ray), ".4g"),
+        **round_floats(_compare(local, on_ray), ".3f"),
+        "rounds": {"local": local, "ray": on_ray},
     }
-    return figures | round_floats(ratios, ".3f")
+
+
+def _take_medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+
+
+def _compare(local: list[dict[str, float]], on_ray: list[dict[str, float]]) -> dict[str, float]:
+    """Return the medians of the ratios in each round: the machine's speed changes between them."""
+    return {
+        f"{name}_ratio": statistics.median(
+            there[name] / here[name] for here, there in zip(local, on_ray, strict=True)
+        )
+        for name in ("ready_seconds", "stop_seconds", "requests_per_second")
+    }
+
+
+async def _wait_until_idle() -> None:
+    """Wait until the raylets have started their own processes, also those that Ray starts for its
+    first driver. They take more CPU time than a stack."""
+    deadline = time.monotonic() + _IDLE_SECONDS
+    while time.monotonic() < deadline:
+        before = _read_cpu_seconds()
+        await asyncio.sleep(1.0)
+        if _read_cpu_seconds() - before < _IDLE_SHARE:
+            return
+
+
+def _read_cpu_seconds() -> float:
+    """Return the CPU time of all descendants of this process."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = int(fields[1])
+            ticks[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    family = {os.getpid()}
+    while new := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= new
+    used = sum(ticks.get(pid, 0) for pid in family - {os.getpid()})
+    return used / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -125,13 +175,13 @@ def _run_raylets(nodes: int, workers: int) -> Iterator[str]:
     share = -(-workers // nodes)
     # One more for the frontend and etcd, which run on the head node.
     head = {"num_cpus": share + 1, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    raylets = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(nodes - 1):
-            cluster.add_node(num_cpus=share)
-        yield str(cluster.address)
+            raylets.add_node(num_cpus=share)
+        yield str(raylets.address)
     finally:
-        cluster.shutdown()
+        raylets.shutdown()
 
 
 async def _measure_stack(spec: StackSpec) -> dict[str, float]:
@@ -139,12 +189,26 @@ async def _measure_stack(spec: StackSpec) -> dict[str, float]:
     began = time.monotonic()
     async with running as stack:
         figures = {"ready_seconds": time.monotonic() - began}
+        if spec.launcher == "ray":
+            figures |= await asyncio.to_thread(_read_steps, spec)
         await stack.unwatch()  # the watcher's listings would disturb the measurement
         figures |= await _measure_refit(stack, spec)
         figures["requests_per_second"] = await _measure_requests(stack)
         began = time.monotonic()
     figures["stop_seconds"] = time.monotonic() - began
     return figures
+
+
+def _read_steps(spec: StackSpec) -> dict[str, float]:
+    """Return after how many seconds the Head of a run had done each step of the start."""
+    running = launcher.find(f"{spec.ray.namespace}/{spec.name}", spec.ray.address)
+    assert running is not None
+    try:
+        events = running.access.call("read_events")
+    finally:
+        running.close()
+    (steps,) = (event["steps"] for event in events if event["event"] == "ready")
+    return {f"until_{name}_seconds": seconds for name, seconds in steps.items()}
 
 
 async def _measure_requests(stack: Stack) -> float:
@@ -194,4 +258,6 @@ def format_figures(figures: dict[str, Any]) -> str:
             ratio = part.get(f"{name}_ratio")
             against = "" if ratio is None else f" ({ratio} of it)"
             lines.append(f"  {name}: {local} under one supervisor, {part['ray'][name]}{against}")
+        only = part["ray"].keys() - part["local"].keys()
+        lines += [f"  {name}: {part['ray'][name]}" for name in part["ray"] if name in only]
     return "\n".join(lines)

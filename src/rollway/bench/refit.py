@@ -219,9 +219,9 @@ async def bench_refit(
 ) -> RefitFigures:
     """Measure the transports that `wanted` names; without names, all of them."""
     say(f"building a model of about {megabytes} MB")
-    model = _build_model(scratch / "model", megabytes)
+    model = build_model(scratch / "model", megabytes)
     first = {name: tensor.clone() for name, tensor in read_tensors(model)}
-    policies = [first, _change_all(first), _change_some(first)]
+    policies = [first, change_all(first), _change_some(first)]
     figures = RefitFigures(sum(tensor.nbytes for tensor in first.values()))
     say("starting the stack")
     args = {"dtype": "bfloat16", "max-model-len": 512, "max-num-seqs": 16}
@@ -338,7 +338,7 @@ def _measure_memcpy(state: State) -> tuple[float, float]:
     return nbytes / best[0] / 1e9, nbytes / best[1] / 1e9
 
 
-def _build_model(directory: Path, megabytes: int) -> Path:
+def build_model(directory: Path, megabytes: int) -> Path:
     """Write a random Qwen3: bfloat16, the 1.7B's layers of 100 MB each, the demo's tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -365,7 +365,7 @@ def _build_model(directory: Path, megabytes: int) -> Path:
     return directory
 
 
-def _change_all(state: State) -> State:
+def change_all(state: State) -> State:
     generator = torch.Generator().manual_seed(1)
     return {
         name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import random
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -19,22 +18,21 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rollway.aio import Stack, up
+from rollway.chaos import prime_rl
+from rollway.chaos.control import NaiveBook, NaiveRollouts, naive_refit
 from rollway.chaos.faults import WHERE, Injector, Joiner, ResettingHttp, Strike
 from rollway.chaos.target import Target
 from rollway.chaos.traffic import BUSY_SECONDS, CALM_SECONDS, Policies, Traffic
 from rollway.config import AdminTimeouts, StackSpec
 from rollway.errors import RefitError, RollwayError, UsageError
-from rollway.fleet.admin import AdminAPI, call_all
-from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
+from rollway.integrations.prime_rl import updates
 from rollway.rollout.client import Rollouts
-from rollway.rollout.completion import Completion
-from rollway.versions import FleetVersions, Ticket
 
 MODES: tuple[RefitMode, ...] = ("pause-all", "in-flight", "rolling")
 TIMEOUTS = AdminTimeouts(probe=5.0, pause=10.0, update=20.0)
@@ -52,6 +50,8 @@ class ChaosOptions:
     callers: int = 6
     unprotected: bool = False
     """Whether to refit without Rollway's protections and without faults, as a control."""
+    through_prime_rl: bool = False
+    """Whether prime-rl's calls refit the fleet, and its route samples."""
     hang_seconds: float = 120.0
     """A refit or a rollout that takes longer counts as a hang."""
     heal_seconds: float = 400.0
@@ -145,6 +145,8 @@ class Chaos:
         self.traffic: Traffic
         self.injector: Injector
         self.joiner: Joiner
+        self.server: prime_rl.Server | None = None
+        """Refits and samples, if the run goes through prime-rl's calls."""
 
     async def run(self) -> Report:
         began = time.monotonic()
@@ -184,11 +186,16 @@ class Chaos:
         self.injector = Injector(self.target, http, self._join)
         self.fleet.observer = self.injector.on_step
         is_apart = self.spec.models[0].serving == "disaggregated"
-        rollouts = self.stack.sender(
+        rollouts: Rollouts | prime_rl.Server = self.stack.sender(
             NaiveRollouts if self.options.unprotected and is_apart else Rollouts,
             timeout=self.options.hang_seconds - 10,
             patience=PATIENCE_SECONDS,
         )
+        if self.options.through_prime_rl:
+            opening = prime_rl.serve(
+                self.stack, self.policies.paths[0], self.scratch, self.options.hang_seconds - 10
+            )
+            rollouts = self.server = await self.exits.enter_async_context(opening)
         if hasattr(self, "traffic"):
             self.traffic.resume(rollouts)
         else:
@@ -228,7 +235,7 @@ class Chaos:
         return strikes[: self.options.rounds]
 
     async def _round(self, number: int, strike: Strike) -> None:
-        self.version += 1
+        self._count_up()
         mode = self.random.choice(await self._list_modes())
         entry = Round(number, strike.fault, strike.step, mode, self.version)
         self.report.detail.append(entry)
@@ -250,6 +257,8 @@ class Chaos:
 
     async def _list_modes(self) -> Sequence[RefitMode]:
         """Return the modes that all workers can do, as far as their last refit has shown."""
+        if self.server is not None:
+            return (updates.MODE,)
         workers = await self.fleet.workers(fresh=False)
         # With prefill and decode apart, `keep` is refused.
         able = bool(workers) and not any(worker.role for worker in workers)
@@ -258,12 +267,11 @@ class Chaos:
 
     async def _refit_with_fault(self, entry: Round, strike: Strike) -> None:
         """Refit with a fault armed. It must end in a result or a typed error."""
-        path = self.scratch / f"v{entry.version}"
-        shutil.copytree(self.policies.path(entry.version), path)
+        path = self._copy(entry.version)
         injector = self.injector
         injector.strike, injector.struck, injector.path = strike, False, path
         await injector.before()
-        injector.refit = asyncio.create_task(self.fleet.refit(entry.version, path, mode=entry.mode))  # type: ignore[arg-type]
+        injector.refit = asyncio.create_task(self._refit(entry.version, path, entry.mode))
         try:
             async with asyncio.timeout(self.options.hang_seconds):
                 await injector.refit
@@ -322,12 +330,30 @@ class Chaos:
         versions = await self.fleet.read_versions()
         current = [w for w in alive if versions.get(w.instance_id) == self.fleet.versions.current]
         wanted = sum(role.replicas for role in self.spec.models[0].roles.values())
-        return len(current) == len(alive) >= wanted
+        is_open = self.server is None or self.server.is_open
+        return is_open and len(current) == len(alive) >= wanted
 
     async def _next_version(self) -> None:
-        self.version += 1
-        await self.fleet.refit(self.version, self.policies.path(self.version))
+        self._count_up()
+        await self._refit(self.version, self._copy(self.version), "pause-all")
         self.traffic.served = self.version
+
+    def _count_up(self) -> None:
+        """Choose the next version: through prime-rl, the one that the fleet will choose."""
+        through = self.server is not None
+        self.version = self.fleet.versions.choose_version("") if through else self.version + 1
+
+    def _copy(self, version: int) -> Path:
+        """Copy a version's weights, for a refit that may damage them."""
+        path = Path(tempfile.mkdtemp(prefix=f"v{version}-", dir=self.scratch))
+        return prime_rl.copy_marked(self.policies.path(version), path)
+
+    async def _refit(self, version: int, path: Path, mode: str) -> None:
+        if self.server is None:
+            await self.fleet.refit(version, path, mode=cast(RefitMode, mode))
+        else:
+            served = await self.server.broadcast(path)
+            assert served == version, f"{served} is served, and {version} was expected"
 
     async def _reopen(self) -> None:
         """Start the stack again after its supervisor died."""
@@ -354,40 +380,3 @@ class Chaos:
         report.rollout_errors = dict(ledger.errors)
         report.spans_per_rollout = {str(k): v for k, v in sorted(ledger.spans.items())}
         report.examples = ledger.examples
-
-
-# --- the control: refits as in Dynamo's own guide, without any protection of Rollway -------------
-
-
-class NaiveBook(FleetVersions):
-    """Attributes every answer to the current version."""
-
-    def ticket(self, version: int | None = None) -> Ticket:
-        return Ticket(self.current, None, None, self.epoch)
-
-    def attributes_to(self, ticket: Ticket, worker: int | None) -> bool:
-        return True
-
-
-class NaiveRollouts(Rollouts):
-    """Accepts every answer. With prefill and decode apart, the mixed answers are those of requests
-    that a refit came between, which `Rollouts` drops; a stale prefix is not found there, because
-    prefill workers are idle often enough to clear their caches."""
-
-    async def _is_attributed(self, ticket: Ticket, answer: Completion | int | None) -> bool:
-        return True
-
-
-async def naive_refit(fleet: Fleet, version: int, path: Path) -> None:
-    """Pause with requests and cache kept, load, and resume, without any check. If chaos finds no
-    stale token here, it could not find any."""
-    admin: AdminAPI = fleet.admin
-    workers = [worker for worker in await fleet.workers() if worker.error is None]
-
-    async def move(worker: Worker) -> None:
-        await admin.pause(worker, "keep", clear_cache=False)
-        await admin.update_from_disk(worker, path, version)
-        await admin.resume(worker)
-
-    await call_all(workers, move)
-    fleet.versions.current = version

@@ -1,4 +1,4 @@
-"""The processes of the stack that chaos breaks, under this machine's supervisor or on Ray.
+"""The stack that chaos breaks: where its workers run, and its processes, here or on Ray.
 
 Chaos sends signals, so all nodes of a Ray cluster have to be raylets of this machine.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rollway import processes
 from rollway.config import StackSpec
+from rollway.demo.placement import Device, choose_device, choose_shared_gpu, make_float32_env
 from rollway.errors import RollwayError, StackNotRunning, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.processes import ProcessId
-from rollway.stack.access import LocalAccess, StackAccess
+from rollway.stack.local import LocalAccess, StackAccess
 from rollway.stack.ray import launcher
 from rollway.stack.state import ProcessState, StackState
 
@@ -87,3 +90,26 @@ class Target:
             # The mark of the process itself: on Ray, each node's supervisor has its own run id.
             run = processes.read_run_id(process.pid) if process.pid is not None else None
             self._run_ids |= {run} if run else set()
+
+
+_GPU_SHARE = 0.05
+"""Of the GPU's memory, for each worker. The tiny model needs less, and the KV cache has its own
+size; a worker that joins or restarts must find as much free."""
+
+
+def place_workers(
+    model: Mapping[str, Any], device: Device | None, gpus: Sequence[str]
+) -> dict[str, Any]:
+    """Return the model's spec with what its workers need on these GPUs; unchanged without GPUs.
+
+    The judge computes in float32 on the CPU, so that it shares no kernel with the engines; hence
+    workers on a GPU must not round to TF32."""
+    if choose_device(device, gpus) == "cpu":
+        return dict(model)
+    args = {
+        **model["args"],
+        "gpu-memory-utilization": _GPU_SHARE,
+        "enforce-eager": True,  # a worker that was killed is back in 50 s instead of 90 to 170 s
+    }
+    env = {**make_float32_env(), **choose_shared_gpu(gpus, model["replicas"])}
+    return {**model, "args": args, "env": env}

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -21,7 +22,7 @@ from transformers.utils import logging as hf_logging
 
 from rollway.demo.grpo import token_logprobs
 from rollway.errors import RollwayError
-from rollway.rollout.client import Rollout, Rollouts, Span
+from rollway.rollout.client import Rollout, Span
 from rollway.rollout.sampling import Sampling
 from rollway.weights.checkpoint import publish_checkpoint
 
@@ -118,12 +119,18 @@ class Ledger:
         return self.answered + sum(self.errors.values()) + self.lost_calls + self.hangs
 
 
+class Generates(Protocol):
+    """Samples rollouts, as `Rollouts` does."""
+
+    async def generate(self, prompt: list[int], sampling: Sampling) -> list[Rollout]: ...
+
+
 class Traffic:
     """Callers in a loop. Their prompts share prefixes, so that they would hit stale KV cache."""
 
     def __init__(
         self,
-        rollouts: Rollouts,
+        rollouts: Generates,
         policies: Policies,
         *,
         seed: int,
@@ -155,7 +162,7 @@ class Traffic:
         while self._busy:  # noqa: ASYNC110 (a handful of callers, each bounded)
             await asyncio.sleep(0.1)
 
-    def resume(self, rollouts: Rollouts) -> None:
+    def resume(self, rollouts: Generates) -> None:
         """Use another stack once `release` is called; it starts at its base version."""
         self._rollouts = rollouts
         self.served = 0

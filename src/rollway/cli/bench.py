@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,14 @@ def _read_spec(options: argparse.Namespace) -> StackSpec | None:
 
     file = get_spec_file(options)
     return make_spec(file, overrides=[*demo_path(file), *options.set]) if file else None
+
+
+def _read_parts(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
+    """Return the parts that --only names; empty without it."""
+    unknown = sorted(set(options.only) - set(known))
+    if unknown:
+        raise UsageError(f"There is no part `{unknown[0]}`.", f"Parts: {', '.join(known)}.")
+    return list(options.only)
 
 
 def _build_demo_model() -> Path:
@@ -186,15 +194,13 @@ def plan(options: argparse.Namespace) -> int:
 def ray(options: argparse.Namespace) -> int:
     from rollway.bench.ray import PARTS, bench_launching, bench_planning, format_figures
 
-    unknown = sorted(set(options.only) - set(PARTS))
-    if unknown:
-        raise UsageError(f"There is no part `{unknown[0]}`.", f"Parts: {', '.join(PARTS)}.")
+    only = _read_parts(options, PARTS)
     spec = _read_spec(options)
-    if spec is None and "launching" in options.only:
+    if spec is None and "launching" in only:
         raise UsageError(
             "No stack is named.", "Give a stack file: rollway bench ray FILE --only launching."
         )
-    parts = options.only or (PARTS if spec is not None else ("planning",))
+    parts = only or (PARTS if spec is not None else ("planning",))
     figures = {}
     if "planning" in parts:
         figures["planning"] = bench_planning()
@@ -218,6 +224,22 @@ def curator(options: argparse.Namespace) -> int:
     return 0
 
 
+def prime_rl(options: argparse.Namespace) -> int:
+    require("torch", "transformers", "vllm", "dynamo")
+    from rollway.bench.prime_rl import PARTS, bench_prime_rl, format_figures
+
+    parts = _read_parts(options, PARTS)
+    python = options.prime_rl_python.absolute()
+    with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+        figures = asyncio.run(
+            bench_prime_rl(
+                python, _build_demo_model(), Path(scratch), print_progress, parts=parts or PARTS
+            )
+        )
+    _print_figures(options, figures, format_figures)
+    return 0
+
+
 def gpu(options: argparse.Namespace) -> int:
     require("torch")
     from rollway.bench.gpu import run_command
@@ -227,7 +249,7 @@ def gpu(options: argparse.Namespace) -> int:
 
 def gpu_engine(options: argparse.Namespace) -> int:
     require("torch", "transformers", "vllm", "dynamo")
-    from rollway.bench.gpu_engine_command import format_figures, run_command
+    from rollway.bench.gpu_options import format_figures, run_command
 
     code, figures = run_command(options, print_progress)
     _print_figures(options, figures, format_figures)

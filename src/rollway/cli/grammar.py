@@ -133,8 +133,13 @@ def _add_prime_rl_commands(add: Add) -> None:
     markers = ["either", "STABLE", ".finished"]
     text = "the file that marks a broadcast as complete (default: either of the two)"
     parser.add_argument("--marker", choices=markers, default="either", help=text)
+    text = "what the trainer broadcasts by (default: as /init_broadcaster says, else files)"
+    types = ["auto", "filesystem", "nccl", "nixl"]
+    parser.add_argument("--weight-broadcast", choices=types, default="auto", help=text)
     text = "how long a request waits between /pause and /resume (default 1800)"
     parser.add_argument("--gate-seconds", type=float, default=1800.0, help=text)
+    text = "list every worker, for clients that call each (default: one that stands for all)"
+    parser.add_argument("--per-worker", action="store_true", help=text)
     parser = add("config", "prime_rl:config", "print the TOML for a running server")
     parser.add_argument("url", metavar="URL", help="the address that `serve` printed")
     text = "the address of admin calls, if it is another"
@@ -146,6 +151,15 @@ def _add_prime_rl_commands(add: Add) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="a prime-rl config")
     text = "do not ask the addresses in it"
     parser.add_argument("--offline", action="store_true", help=text)
+    text = "be the inference child of prime-rl's `rl` command"
+    parser = add("inference", "prime_rl:inference", text)
+    parser.add_argument("at", choices=["@"], metavar="@", help="as prime-rl's launcher writes it")
+    text = "prime-rl's resolved inference config (JSON), or a TOML of the same fields"
+    parser.add_argument("file", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)
+    text = "write the executable `inference`, for prime-rl's launcher to find on PATH"
+    parser = add("install-shim", "prime_rl:install_shim", text)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to")
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
@@ -173,6 +187,8 @@ def _add_chaos(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="how many refits (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of faults, steps, modes and prompts")
     parser.add_argument("--fault", action="append", default=[], help="only this one; repeatable")
+    text = "refit and sample by the calls of this trainer"
+    parser.add_argument("--through", choices=["prime-rl"], help=text)
     text = "the control: it must find stale tokens"
     parser.add_argument("--unprotected", action="store_true", help=text)
     text = "break the gateway instead, and check every turn"
@@ -280,6 +296,11 @@ def _add_bench_commands(add: Add) -> None:
     python = Path(".venv-curator/bin/python")
     text = "interpreter of the environment with Curator (.venv-curator/bin/python)"
     parser.add_argument("--curator-python", type=Path, default=python, metavar="PATH", help=text)
+    parser = add("prime-rl", "bench:prime_rl", "prime-rl's clients through the server, and without")
+    python = Path(".venv-prime-rl/bin/python")
+    text = "interpreter of the environment with renderers (.venv-prime-rl/bin/python)"
+    parser.add_argument("--prime-rl-python", type=Path, default=python, metavar="PATH", help=text)
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
     parser = add("refit", "bench:refit", "load new weights into a worker, over every transport")
     parser.add_argument("--megabytes", type=int, default=520, help="size of the model")
     text = "only these (and stock)"

@@ -32,6 +32,8 @@ def serve(options: argparse.Namespace) -> int:
         output_dir=options.output_dir,
         marker=options.marker,
         gate_seconds=options.gate_seconds,
+        weight_broadcast=options.weight_broadcast,
+        per_worker=options.per_worker,
     )
     asyncio.run(server.serve(serve_options, access, tls))
     return 0
@@ -78,3 +80,33 @@ def check(options: argparse.Namespace) -> int:
         if not problems:
             print("no problem found")
     return 1 if problems else 0
+
+
+def inference(options: argparse.Namespace) -> int:
+    """Serve what a resolved inference config of prime-rl describes, until a signal ends it."""
+    from rollway.api import make_spec
+    from rollway.integrations.prime_rl import inference as child
+
+    config = child.read_config(options.file)
+    spec = make_spec(child.make_stack(config), overrides=options.set)
+    if options.json or config.raw.get("dry_run"):
+        print_json(spec.model_dump(mode="json", exclude_defaults=True))
+        return 0
+    options.tls_cert = options.tls_key = None
+    access, _ = check_exposure(options, [config.host])
+    asyncio.run(child.run(config, spec, access))
+    return 0
+
+
+def install_shim(options: argparse.Namespace) -> int:
+    """Write the executable `inference`."""
+    from rollway.integrations.prime_rl.inference import write_shim
+
+    file = write_shim(options.directory.expanduser().resolve())
+    if options.json:
+        print_json({"file": str(file)})
+    else:
+        print(
+            f"{file} is written. Put {file.parent} first on PATH, after the environment is active."
+        )
+    return 0

@@ -127,8 +127,14 @@ def chaos(options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise UsageError(f"--rounds is {options.rounds}.", "Use at least 1.")
     faults = _choose_faults(options, "fault", WHERE)
+    if options.through and options.unprotected:
+        raise UsageError("--unprotected has its own refits.", "Leave --through.")
     chaos_options = ChaosOptions(
-        options.rounds, options.seed, faults, unprotected=options.unprotected
+        options.rounds,
+        options.seed,
+        faults,
+        unprotected=options.unprotected,
+        through_prime_rl=options.through == "prime-rl",
     )
     spec = _make_chaos_spec(options, "chaos")
     report = asyncio.run(run_chaos(spec, chaos_options, _make_progress(options)))
@@ -164,7 +170,7 @@ def _choose_faults(
 
 
 def _make_chaos_spec(options: argparse.Namespace, name: str) -> StackSpec:
-    from rollway.chaos.placement import place_workers
+    from rollway.chaos.target import place_workers
     from rollway.demo.model import DEMO_PATH, demo_path
     from rollway.stack.preset import list_gpus
 

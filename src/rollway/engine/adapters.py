@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollway.engine.background import BackgroundTask
-from rollway.engine.receivers import reader_for
+from rollway.engine.incoming import reader_for
 from rollway.weights.adapter import Adapter, create_adapter_home, detach_adapter, directory_of
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import digest

@@ -47,7 +47,7 @@ def start_fingerprint(tensor: torch.Tensor, *, words: bool) -> Started:
     if tensor.device.type != "cpu":
         return sum_on_device(tensor, words=words)
     if words:
-        return _signed(word_sum(tensor))
+        return _to_signed(word_sum(tensor))
     return _combine([int(total) for total in _sum_elements(tensor, _CHUNK)])
 
 
@@ -86,8 +86,8 @@ def finish_fingerprints(started: Sequence[Started]) -> list[int]:
 def _combine(sums: list[int]) -> int:
     """Return the fingerprint of a sum of words, or of the sums of elements and their squares."""
     if len(sums) == 1:
-        return _signed(sums[0])
-    return _signed(sums[0] * _LINEAR + sums[1] * _SQUARE)
+        return _to_signed(sums[0])
+    return _to_signed(sums[0] * _LINEAR + sums[1] * _SQUARE)
 
 
 def _fits_words(tensor: torch.Tensor) -> bool:
@@ -212,7 +212,7 @@ class Proof:
         started = [self._start(name, copies[name]) for name in names]
         expected = finish_fingerprints([self._started[name] for name in names])
         actual = finish_fingerprints(started)
-        wrong = [n for n, a, b in zip(names, expected, actual, strict=True) if _signed(a) != b]
+        wrong = [n for n, a, b in zip(names, expected, actual, strict=True) if _to_signed(a) != b]
         if wrong:
             raise RuntimeError(f"{wrong[0]} and {len(wrong) - 1} more tensors arrived damaged")
 
@@ -226,7 +226,7 @@ class Proof:
         self._wrong = []
         for (name, group), held in zip(readable.items(), finish_fingerprints(started), strict=True):
             group.held = held
-            if group.cut and held != _signed(group.fingerprint):
+            if group.cut and held != _to_signed(group.fingerprint):
                 self._wrong.append(name)
         packed = self._groups.keys() - readable.keys()
         self._wrong += [name for name in packed if not self._product_agrees(model, name)]
@@ -258,7 +258,7 @@ class Proof:
                 name
                 for (name, group), all_ranks in zip(readable.items(), total, strict=True)
                 # A parameter is either whole and equal on all ranks, or divided among them.
-                if not group.cut and _signed(group.fingerprint) not in (group.held, all_ranks)
+                if not group.cut and _to_signed(group.fingerprint) not in (group.held, all_ranks)
             ]
         )
 
@@ -293,7 +293,7 @@ class Proof:
             if published is None:
                 self._started[name] = start_fingerprint(values, words=group.words)
             else:
-                self._started[name] = _signed(published)
+                self._started[name] = _to_signed(published)
                 self.by_sum.add(name)
             group.parts.append((name, 1 if cut else self._count_copies(name) or 1))
         else:
@@ -392,7 +392,7 @@ def _width(layer: Any) -> int:
     return int(getattr(layer, "input_size_per_partition", None) or layer.embedding_dim)
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     """Return the lower 64 bits as a signed number, as torch's int64 has it."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value

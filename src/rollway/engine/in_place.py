@@ -25,13 +25,12 @@ import torch
 
 from rollway.engine import memory
 from rollway.engine.fingerprint import Proof
-from rollway.engine.incoming import Incoming, Stopwatch
+from rollway.engine.incoming import Incoming, Stopwatch, zero_padded
 from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers
 from rollway.engine.loading import LoadPlan, Region, record_plan
 from rollway.engine.memory import HostBuffers, StagedTensors
 from rollway.engine.patching import NoPatch, Patch, Served, prepare_patch, set_served
 from rollway.engine.sleep_mode import refuse_pooled
-from rollway.engine.slices import zero_padded
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Slices
 
@@ -95,7 +94,7 @@ class InPlace:
             self._plan = plan_for(incoming.worker, incoming.headers)
         if self._receive_patch():
             return
-        shapes = memory.received_shapes(incoming.headers, incoming.slices)
+        shapes = memory.list_received_shapes(incoming.headers, incoming.slices)
         self._choose(memory.count_bytes(shapes))
         if self._placement == "none":
             return

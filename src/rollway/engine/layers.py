@@ -89,7 +89,7 @@ def _explain_change(module: Any, parameters: Iterable[torch.Tensor], device: str
 
 
 def _explain_method(method: Any, device: str) -> str:
-    name = _qualified_name(type(method))
+    name = _qualify_name(type(method))
     if name in _PLAIN_METHODS:
         return "" if device in ("cpu", "cuda") else f"vLLM may transpose weights on {device}"
     if name == _MOE_WRAPPER:
@@ -104,7 +104,7 @@ def _keeps_derived_weights(module: Any) -> bool:
     """Return whether an attention layer keeps something computed from other layers' weights:
     FlashInfer, for example, keeps attention sinks in float32."""
     # vLLM calls the hook of quantisation methods, and of attention layers, and of no other module.
-    is_attention = any(_qualified_name(cls) == _ATTENTION for cls in type(module).__mro__)
+    is_attention = any(_qualify_name(cls) == _ATTENTION for cls in type(module).__mro__)
     if not is_attention or not callable(getattr(module, _HOOK, None)):
         return False
     implementation = getattr(module, "impl", None)
@@ -114,5 +114,5 @@ def _keeps_derived_weights(module: Any) -> bool:
     return getattr(implementation, "_sinks_source", module) is not None
 
 
-def _qualified_name(cls: type) -> str:
+def _qualify_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -193,7 +193,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        written = list(_written_tensors(func, args, kwargs))
+        written = list(_list_written_tensors(func, args, kwargs))
         protected = [t for t in written if not t.is_meta and _storage(t) not in self._fresh]
         if protected:
             for target in protected:
@@ -300,7 +300,7 @@ def _is_zero_fill(func: Any, args: tuple[Any, ...]) -> bool:
     return bool(value == 0)
 
 
-def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[torch.Tensor]:
+def _list_written_tensors(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that an operator changes, by its schema."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

@@ -236,7 +236,7 @@ def allocate(nbytes: int, device: torch.device, *, pinned: bool) -> torch.Tensor
     return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
-def received_shapes(
+def list_received_shapes(
     headers: Mapping[str, TensorHeader], slices: Slices
 ) -> dict[str, tuple[str, Shape]]:
     """Return dtype and shape of each tensor that a rank receives, whole or in part."""

@@ -22,8 +22,7 @@ from rollway.engine.incoming import Incoming
 from rollway.engine.loading import LoadPlan, PlannedCopy, Region, record_plan
 from rollway.errors import WeightsError
 from rollway.weights.digest.checksums import integers
-from rollway.weights.transports.base import Reader
-from rollway.weights.transports.changes import ChangedElements, ChangedStep, Changes
+from rollway.weights.transports.base import ChangedElements, ChangedStep, Changes, Reader
 
 MOST_CHANGED = 8
 """With more than one changed element in so many, whole tensors take less memory."""

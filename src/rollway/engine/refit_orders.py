@@ -137,6 +137,10 @@ class RefitOrders:
 
         return run
 
+    def is_stamped(self, request_id: str) -> bool:
+        """Return whether a running request gets stamps: only Rollway's own clients ask for them."""
+        return request_id in self._switches
+
     def _find_version(self, request: Any) -> int | None:
         """Return the version that a request names, if it asks for stamps and the engine enforces
         versions. The request then no longer asks for `engine_data`, which carries the stamps to the

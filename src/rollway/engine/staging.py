@@ -23,13 +23,11 @@ import torch
 from rollway.engine.background import BackgroundTask, release_frames
 from rollway.engine.fingerprint import Proof
 from rollway.engine.in_place import InPlace
-from rollway.engine.incoming import Incoming
+from rollway.engine.incoming import Incoming, zero_padded
 from rollway.engine.memory import HostBuffers, explain_exhaustion, read_host_memory
-from rollway.engine.packing import wait_until_packed
 from rollway.engine.patching import NoPatch, Served, apply_changes, set_served
-from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap
+from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap, wait_until_packed
 from rollway.engine.sleep_mode import refuse_sleeping
-from rollway.engine.slices import zero_padded
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
 from rollway.weights.offer import Offer
 
@@ -135,6 +133,7 @@ class Staging:
             "reason": method.reason if known else "",
             "seconds": dict(self.incoming.seconds),
             "bytes": method.nbytes,
+            "digest": self.incoming.reader.received(self.offer) if known else "",
         }
 
     @property

@@ -4,17 +4,14 @@
     bind a Unix socket, make a bucket ── name ─────► map it
     fill it with tensors ── list of tensors ───────► load them ── done ──► fill it again …
 
-verl pickles its messages. A restricted unpickler reads them: a message may name torch's dtypes and
-`torch.Size`, and otherwise consists of plain values, so it cannot run code. The socket and the
-bucket must belong to the user that this process runs as.
+verl pickles its messages; `rollway.weights.pickles` reads them without running code. The socket and
+the bucket must belong to the user that this process runs as.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import pickle
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -28,14 +25,14 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader, differences, read_headers, refuse_differences
-from rollway.weights.digest.checksums import DTYPES, dtype_name
+from rollway.weights.digest.checksums import dtype_name
 from rollway.weights.offer import Count, Offer
+from rollway.weights.pickles import read_pickle
 from rollway.weights.transports.base import Reader, never
-from rollway.weights.transports.shared_memory import SHM, map_for_reading, open_shared_file
+from rollway.weights.transports.entries import SHM, map_for_reading, open_shared_file
 
 _PREFIX = "verl_weights_"
 _MAX_MESSAGE_BYTES = 64 << 20
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 class BucketSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,25 +135,8 @@ def _connect(path: Path, seconds: float) -> Iterator[Any]:
             raise WeightsError(f"No weights arrived at {path} within {seconds:g} s.") from error
 
 
-class _PlainUnpickler(pickle._Unpickler):
-    """Reads plain values, shapes and dtypes. It is Python's own implementation, not C's: a few
-    bytes can make the C one allocate gigabytes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name == "Size":
-            return torch.Size
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        raise WeightsError(f"A message of verl's names {module}.{name}, which is not allowed.")
-
-
 def parse_message(raw: bytes) -> dict[str, Any]:
-    try:
-        message = _PlainUnpickler(io.BytesIO(raw)).load()
-    except WeightsError:
-        raise
-    except Exception as error:  # an invalid pickle fails in many ways
-        raise WeightsError(f"A message of verl's cannot be read: {error}.") from error
+    message = read_pickle(raw, "verl")
     if not isinstance(message, dict):
         raise WeightsError("A message of verl's is not a mapping.")
     return message

@@ -24,17 +24,16 @@ from typing import Any
 
 import torch
 
-from rollway.engine import core, receivers, rpc, transferred
+from rollway.engine import core, incoming, rpc, transferred
 from rollway.engine.adapters import adapters_of
 from rollway.engine.background import BackgroundTask
 from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
-from rollway.engine.incoming import Incoming
+from rollway.engine.incoming import Incoming, reader_for
 from rollway.engine.memory import HostBuffers
-from rollway.engine.packing import wait_until_packed
 from rollway.engine.patching import set_served
-from rollway.engine.receivers import reader_for
-from rollway.engine.shadow import ParameterArena, explain_no_swap
+from rollway.engine.prime_rl_broadcast import BROADCAST, PrimeRlBroadcastReader, find_rank
+from rollway.engine.shadow import ParameterArena, explain_no_swap, wait_until_packed
 from rollway.engine.sleep_mode import describe_memory, prepare_sleep, refuse_sleeping
 from rollway.engine.staging import Staging
 from rollway.orders import OrderRefused, Verifier, keep_secret, read_stack_secret
@@ -104,7 +103,7 @@ class WorkerExtension:
         policy_draft = Draft(self, draft, allow_cast) if draft else None
         staging = Staging(
             Incoming(self, reader, weights, new, ranks, reduced, policy_draft),
-            _served_headers(self),
+            _read_served_headers(self),
             _arena(self),
             _host_buffers(self),
             allow_cast=allow_cast,
@@ -149,9 +148,24 @@ class WorkerExtension:
             staging.discard()
             self._rollway_staging = None
 
+    def rollway_join(self, offer: dict[str, Any], tell: str = "") -> None:
+        """Start to join the group of prime-rl's trainer; `rollway_joined` returns the outcome."""
+        seat = read_offer(offer)
+        rank = find_rank(self.vllm_config.parallel_config, self.rank)  # type: ignore[attr-defined]
+        device = next(_model(self).parameters()).device
+        _broadcasts(self).join(seat, rank, device, tell)
+
+    def rollway_joined(self, identity: str) -> None:
+        """Raise unless this rank has joined the group."""
+        _broadcasts(self).check_joined(identity)
+
+    def rollway_leave(self, identity: str) -> None:
+        """Leave a group that will not be used."""
+        _broadcasts(self).leave(identity)
+
     def rollway_memory(self, level: int = 0) -> dict[str, Any]:
         """Return the memory of this rank; with a level, also why it may not sleep at it."""
-        memory: dict[str, Any] = describe_memory(self, _served_headers(self), level)
+        memory: dict[str, Any] = describe_memory(self, _read_served_headers(self), level)
         return memory
 
     def rollway_before_sleep(self, level: int) -> None:
@@ -160,25 +174,25 @@ class WorkerExtension:
 
     def rollway_adapter(self, offer: dict[str, Any], tell: str = "") -> None:
         """Start receiving an adapter; `rollway_adapter_ready` returns the outcome."""
-        adapters_of(self, _served_headers(self)).receive(read_offer(offer), tell)
+        adapters_of(self, _read_served_headers(self)).receive(read_offer(offer), tell)
 
     def rollway_adapter_ready(self, served: str) -> None:
         """Raise unless the adapter is complete in the directory from which it will be loaded."""
-        adapters_of(self, _served_headers(self)).check_ready(served)
+        adapters_of(self, _read_served_headers(self)).check_ready(served)
 
     def rollway_adapter_loaded(self, served: str, number: int | None = None) -> None:
         """Raise unless the engine computes with the adapter."""
-        adapters_of(self, _served_headers(self)).check_loaded(served, number)
+        adapters_of(self, _read_served_headers(self)).check_loaded(served, number)
 
     def rollway_adapter_drop(self, served: str) -> None:
         """Discard an adapter that was unloaded, or that will not be loaded."""
-        adapters_of(self, _served_headers(self)).discard(served)
+        adapters_of(self, _read_served_headers(self)).discard(served)
 
 
 def start_warm_up(worker: Any) -> None:
     """Prepare for the first refit in the background; an error only means that it will be slower."""
     device = next(_model(worker).parameters()).device
-    worker._rollway_warm_up = BackgroundTask("the warm-up", receivers.warm_up, device)
+    worker._rollway_warm_up = BackgroundTask("the warm-up", incoming.warm_up, device)
 
 
 def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
@@ -190,7 +204,7 @@ def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
             f"{path} has weights of a draft model, which can only be staged with the policy's"
         )
     _refuse_unverifiable(worker, new, "rollway_check")
-    served = _served_headers(worker)
+    served = _read_served_headers(worker)
     if served is not None:
         refuse_differences(differences(new, served, allow_cast=allow_cast), path)
 
@@ -235,6 +249,26 @@ def _arena(worker: Any) -> ParameterArena:
     return arena
 
 
+def _broadcasts(worker: Any) -> PrimeRlBroadcastReader:
+    """Return the reader that holds this rank's place in the group of prime-rl's trainer."""
+    if not hasattr(worker, "_rollway_receivers"):
+        worker._rollway_receivers = {}
+    readers: dict[str, Reader] = worker._rollway_receivers
+    if BROADCAST not in readers:
+        served = _read_served_headers(worker)
+        if served is None:
+            raise RuntimeError(
+                "the model was given by a name, so the tensors of a broadcast cannot be checked; "
+                "start the stack from a checkpoint directory"
+            )
+        config = worker.model_config.hf_text_config
+        is_tied = bool(getattr(config, "tie_word_embeddings", False))
+        readers[BROADCAST] = PrimeRlBroadcastReader(served, is_tied=is_tied)
+    reader = readers[BROADCAST]
+    assert isinstance(reader, PrimeRlBroadcastReader)
+    return reader
+
+
 def _host_buffers(worker: Any) -> HostBuffers:
     if not hasattr(worker, "_rollway_host_buffers"):
         worker._rollway_host_buffers = HostBuffers()
@@ -254,7 +288,7 @@ def _model(worker: Any) -> torch.nn.Module:
     return model
 
 
-def _served_headers(worker: Any) -> dict[str, TensorHeader] | None:
+def _read_served_headers(worker: Any) -> dict[str, TensorHeader] | None:
     """Return names, shapes and dtypes of the checkpoint that the worker started from. Return None
     if that was not a directory but a model name, whose files vLLM downloaded."""
     if not hasattr(worker, "_rollway_served"):

@@ -297,8 +297,10 @@ async def start_and_wait(
     start: Call,
     check: Callable[[], Awaitable[None]],
     seconds: float,
+    poll_seconds: float = 2.0,
 ) -> None:
-    """Start a background task in a worker and wait until `check` does not raise any more."""
+    """Start a background task in a worker and wait until `check` does not raise any more. A worker
+    on another machine is asked at least every `poll_seconds`."""
     method, arguments = start
     deadline, wait = time.monotonic() + seconds, ASK_SECONDS
     try:
@@ -316,7 +318,7 @@ async def start_and_wait(
                 if time.monotonic() > deadline:
                     raise AdminError(f"{worker} has not got the weights within {seconds:g} s.")
                 notified.clear()
-                wait = min(2.0, 2 * wait)
+                wait = min(poll_seconds, 2 * wait)
     except NoSuchMethod:
         raise
     except AdminError as error:

@@ -1,23 +1,26 @@
 """List the workers of a stack: `discover(http, source)`.
 
-There are three sources. The RL listing of a Dynamo frontend has instance ids, admin addresses,
+There are four sources. The RL listing of a Dynamo frontend has instance ids, admin addresses,
 routes and models. The frontend's `/health` has instances and their addresses, from which the admin
-address follows. A static list has admin addresses only. A worker that cannot be used is listed with
-the reason in `error` and never left out: a refit must wait for it.
+address follows. The name of a headless Service has the addresses of its pods. A static list has
+admin addresses only. A worker that cannot be used is listed with the reason in `error` and never
+left out: a refit must wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import ipaddress
+import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from rollway.errors import RequestFailed, Unreachable
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry
-from rollway.roles import WorkerRole, find_role
+from rollway.model_spec import WorkerRole, find_role
 
 # The frontend gives a hung worker 5 s before it lists it with an error.
 LISTING_SECONDS = 15.0
@@ -42,6 +45,8 @@ class Worker:
     error: str | None = None
     role: WorkerRole = ""
     """With prefill and decode apart, which of them it does."""
+    inference_url: str = ""
+    """Where its own model answers, if the source knows it."""
 
     def __str__(self) -> str:
         return f"worker {self.instance_id} ({self.admin_url or 'no admin address'})"
@@ -54,6 +59,8 @@ class RlListing:
     url: str
     frontend_url: str = ""
     """The frontend's own address. Its `/health` names the instances without asking them."""
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """What the listing wants besides, such as a token; errors name the source without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,20 @@ class HealthListing:
 
 
 @dataclass(frozen=True, slots=True)
+class DnsListing:
+    """The pods of a headless Service: all addresses that its name stands for."""
+
+    hostname: str
+    port: int = 8000
+    """Where the pods' models answer."""
+    interval: float = 5.0
+    """Seconds between two look-ups, for those who follow the pods."""
+    listings: tuple[RlListing, ...] = ()
+    """Where the admin addresses of pods are listed. Without any, pods take admin calls at `port`,
+    as prime-rl's own servers do."""
+
+
+@dataclass(frozen=True, slots=True)
 class StaticList:
     """A fixed list of admin addresses."""
 
@@ -75,15 +96,17 @@ class StaticList:
     model: str = ""
 
 
-Source = RlListing | HealthListing | StaticList
+Source = RlListing | HealthListing | DnsListing | StaticList
 
 
 async def discover(http: Http, source: Source, *, retry: Retry = IDEMPOTENT) -> list[Worker]:
     """Return the workers of a source, ordered by instance id."""
     if isinstance(source, RlListing):
-        workers = await _read_rl_listing(http, source.url, retry)
+        workers = await _read_rl_listing(http, source, retry)
     elif isinstance(source, HealthListing):
         workers = await _read_health_listing(http, source, retry)
+    elif isinstance(source, DnsListing):
+        workers = await _read_dns_listing(http, source, retry)
     else:
         urls = dict.fromkeys(url.rstrip("/") for url in source.urls)
         workers = [Worker(_make_stand_in_id(url), source.model, url) for url in urls]
@@ -151,10 +174,71 @@ async def lacks_routes(http: Http, worker: Worker) -> bool:
     return False
 
 
-async def _read_rl_listing(http: Http, base: str, retry: Retry) -> list[Worker]:
-    url = f"{base.rstrip('/')}/v1/rl/workers"
+async def resolve_addresses(hostname: str) -> list[str]:
+    """Return the addresses that a name stands for now; none for a Service without pods."""
     try:
-        listing = await http.get(url, timeout=LISTING_SECONDS, retry=retry)
+        entries = await asyncio.get_running_loop().getaddrinfo(
+            hostname, None, type=socket.SOCK_STREAM
+        )
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
+            return []
+        # The name server does not answer: that says nothing about the pods.
+        raise Unreachable(f"{hostname} cannot be resolved: {error.strerror}.") from error
+    # A Service of two families names every pod twice.
+    family = min(entry[0] for entry in entries)
+    return sorted({str(entry[4][0]) for entry in entries if entry[0] == family})
+
+
+async def find_pod_worker(address: str, listed: Sequence[Worker]) -> Worker:
+    """Return the one listed worker of a pod, by the address or the name in its admin address.
+    Raise if there is none: any other worker would get another pod's calls."""
+    hosts = [_split_address(worker.admin_url)[0] for worker in listed]
+    names = await asyncio.gather(*(_resolve_host(host) for host in hosts))
+    matches = [w for w, known in zip(listed, names, strict=True) if address in known]
+    if len(matches) == 1:
+        return matches[0]
+    raise Unreachable(
+        f"The admin address of the pod {address} is unknown: {len(matches)} of {len(listed)} "
+        "listed workers are there.",
+        "Workers must list the address of their pod (DYN_SYSTEM_HOST), one worker in each.",
+    )
+
+
+async def _resolve_host(host: str) -> list[str]:
+    try:
+        return [str(ipaddress.ip_address(host))]
+    except ValueError:
+        pass
+    try:
+        return await resolve_addresses(host) if host else []
+    except Unreachable:
+        return []
+
+
+async def _read_dns_listing(http: Http, source: DnsListing, retry: Retry) -> list[Worker]:
+    pods = await resolve_addresses(source.hostname)
+    parts = await asyncio.gather(*(_read_rl_listing(http, each, retry) for each in source.listings))
+    listed = list({worker.admin_url: worker for part in parts for worker in part}.values())
+
+    async def find(address: str) -> Worker:
+        url = f"http://[{address}]" if ":" in address else f"http://{address}"
+        url = f"{url}:{source.port}"
+        pod = Worker(_make_stand_in_id(url), "", url, inference_url=url)
+        if not source.listings:
+            return await _probe(http, pod)
+        try:
+            return replace(await find_pod_worker(address, listed), inference_url=url)
+        except Unreachable as error:
+            return replace(pod, admin_url="", error=str(error))
+
+    return list(await asyncio.gather(*map(find, pods)))
+
+
+async def _read_rl_listing(http: Http, source: RlListing, retry: Retry) -> list[Worker]:
+    url, headers = f"{source.url.rstrip('/')}/v1/rl/workers", dict(source.headers)
+    try:
+        listing = await http.get(url, timeout=LISTING_SECONDS, retry=retry, headers=headers)
     except Unreachable as error:
         raise Unreachable(
             f"No RL worker listing: {error.message}",

@@ -94,10 +94,6 @@ class Fleet:
         self._lock = asyncio.Lock()
         self._doubtful: set[int] = set()
 
-    def set_supervisor(self, replace: Replace) -> None:
-        """Declare that every worker has a supervisor, which `replace` reaches."""
-        self._replace, self._supervised = replace, lambda _: True
-
     async def workers(self, *, fresh: bool = True) -> list[Worker]:
         """Return the workers that are listed, also those in error.
 
@@ -119,7 +115,8 @@ class Fleet:
         If one worker fails, the others are resumed.
 
         Args:
-            mode: "wait" lets running requests finish, "abort" ends them, "keep" freezes them.
+            mode: "wait" lets running requests finish, "keep" freezes them, "abort" ends them; their
+                rollouts continue after the resume.
             clear_cache: clear the prefix caches.
 
         Raises:

@@ -18,7 +18,7 @@ from rollway.errors import RollwayError
 from rollway.fleet.admin import no_workers_error, silent_workers_error
 from rollway.fleet.discovery import Source, Worker, discover, is_dead, lacks_routes, list_instances
 from rollway.http import Http
-from rollway.roles import WorkerRole
+from rollway.model_spec import WorkerRole
 
 log = logging.getLogger(__name__)
 

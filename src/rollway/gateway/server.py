@@ -112,7 +112,7 @@ class Gateway:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await self.parse(request)
         name = self.access.session_name(request[CALLER], request)
-        prompts = await self._run_work(
+        prompts = await self.run_work(
             request, lambda: requests.read_prompts(body, self.context_length), "Reading the prompts"
         )
         count = requests.read_choice_count(body, len(prompts))
@@ -317,7 +317,7 @@ class Gateway:
     async def parse(self, request: web.Request) -> dict[str, Any]:
         """Decode and check the body of a request."""
         work = partial(requests.parse, request[BODY])
-        return await self._run_work(request, work, "Decoding the body")
+        return await self.run_work(request, work, "Decoding the body")
 
     async def _read_messages(
         self, request: web.Request, body: Mapping[str, Any]
@@ -328,9 +328,9 @@ class Gateway:
             messages = requests.read_messages(body)
             return messages, chain(messages)
 
-        return await self._run_work(request, read, "Reading the messages")
+        return await self.run_work(request, read, "Reading the messages")
 
-    async def _run_work(self, request: web.Request, work: Callable[[], T], what: str) -> T:
+    async def run_work(self, request: web.Request, work: Callable[[], T], what: str) -> T:
         """Return the result of `work`; run it in a thread if the request has a long body."""
         if len(request[BODY]) < _LONG_BODY:
             return work()

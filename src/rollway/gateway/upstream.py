@@ -122,7 +122,7 @@ class Upstream(Sender):
                 completion = assembly.finish()
                 if await self._is_usable(completion, ticket):
                     return ChatReply(request, raw, completion, ticket)
-                await attempt.retry_elsewhere(ticket)
+                await attempt.retry_elsewhere(ticket, completion)
 
     async def _answer(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
         """Send a request; raise the frontend's refusal unchanged, so that the client gets its

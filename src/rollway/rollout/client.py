@@ -29,6 +29,7 @@ from rollway.rollout.sender import (
     check_prompt,
     describe_error,
     is_temporary,
+    make_retry_error,
 )
 from rollway.rollout.trajectory import Rollout, Span, Trajectory
 from rollway.versions import Ticket
@@ -42,8 +43,8 @@ class Rollouts(Sender):
     """Samples completions. `Stack.rollouts` creates it."""
 
     resumes = True
-    """Whether a rollout that a pause or a refit cut short is continued. Otherwise it is returned as
-    `aborted`, with the tokens it has."""
+    """Whether a rollout that an engine aborted is continued, whatever the cause. Otherwise it is
+    returned as `aborted`, with the tokens it has."""
 
     async def generate(
         self,
@@ -155,9 +156,12 @@ class Rollouts(Sender):
                     await trouble.wait(describe_error(error, self.model))
                     await self._refresh_workers()
                     continue
-                rollout = await self._add_leg(trajectory, assembly.finish(), ticket, streamed=True)
+                leg = assembly.finish()
+                rollout = await self._add_leg(trajectory, leg, ticket, streamed=True)
                 if rollout is not None:
                     break
+                if not leg.token_ids:
+                    await trouble.wait(make_retry_error(leg))
         yield rollout
 
     async def _sample(
@@ -174,15 +178,15 @@ class Rollouts(Sender):
                 if answer is None:
                     continue
                 assembly.add(answer)
-                before = len(trajectory.token_ids)
+                leg, before = assembly.finish(), len(trajectory.token_ids)
                 with self._count_in_flight():
-                    rollout = await self._add_leg(trajectory, assembly.finish(), ticket)
+                    rollout = await self._add_leg(trajectory, leg, ticket)
                 if rollout is not None:
                     return rollout
                 if len(trajectory.token_ids) > before:
                     attempt.trouble = Trouble(self._patience)
                 else:
-                    await attempt.retry_elsewhere(ticket)
+                    await attempt.retry_elsewhere(ticket, leg)
 
     async def _add_leg(
         self,
@@ -193,7 +197,6 @@ class Rollouts(Sender):
         streamed: bool = False,
     ) -> Rollout | None:
         """Add a leg; return the rollout if it is complete, None if there is more to sample."""
-        versions, worker = self._versions, completion.worker_id
         # The engine computed the experts of tokens before the change once more.
         has_wrong_experts = completion.is_mixed and trajectory.sampling.routed_experts
         if has_wrong_experts or not await self._is_attributed(ticket, completion):
@@ -207,24 +210,20 @@ class Rollouts(Sender):
             return trajectory.rollout("length", ticket.version)
         if not self.resumes:
             return trajectory.rollout("aborted", ticket.version)
+        # Nobody ends a rollout through an engine: a caller cancels its call. What did cut it may
+        # have left no trace by now, such as a refit that was cancelled and put the old version
+        # back, so there is nothing to ask before it is continued.
+        versions = self._versions
         if ticket.version == versions.current and not versions.changing:
-            # Otherwise this process knows of the refit, and hundreds of cut rollouts need not ask.
+            # Another process may have refitted the worker. Otherwise this process knows of the
+            # refit, and hundreds of cut rollouts need not ask.
             await self._refresh_workers(now=True)
-        current = ticket.version == versions.current and not versions.changing
-        if current and self._is_still_current(ticket, worker):
-            # No refit cut it: somebody aborted this rollout on purpose.
-            return trajectory.rollout("aborted", ticket.version)
         if streamed and trajectory.sampling.has_penalties and trajectory.token_ids:
             raise RolloutError(
-                "A refit cut a streamed rollout, which cannot be continued with penalties."
+                "A streamed rollout was cut, and cannot be continued with penalties."
             )
         trajectory.cut()
         return None
-
-    def _is_still_current(self, ticket: Ticket, worker: int | None) -> bool:
-        """Return whether the worker still serves the ticket's version; if not, another process is
-        refitting it."""
-        return ticket.version is None or worker in self._versions.list_serving(ticket.version)
 
     def _request(
         self,

@@ -194,10 +194,10 @@ class Attempt:
     trouble: Trouble
     pins: Pins
 
-    async def retry_elsewhere(self, ticket: Ticket) -> None:
-        """Wait and choose another worker, after an answer whose version is unknown."""
+    async def retry_elsewhere(self, ticket: Ticket, answer: Completion | None = None) -> None:
+        """Wait and choose another worker, after an answer that cannot be used."""
         self.pins.next(ticket)
-        await self.trouble.wait(_make_attribution_error())
+        await self.trouble.wait(make_retry_error(answer))
 
 
 @dataclass(slots=True)
@@ -303,7 +303,13 @@ def describe_error(error: Unreachable | RequestFailed, model: str) -> RolloutErr
     return RolloutError(error.message, hints.get(error.status, ""))
 
 
-def _make_attribution_error() -> RolloutError:
+def make_retry_error(answer: Completion | None) -> RolloutError:
+    """Return the error to raise if no later answer than this one is usable."""
+    if answer is not None and answer.finish_reason == "aborted":
+        return RolloutError(
+            "Workers abort this rollout whenever it is sent.",
+            "Their logs may tell why: see `rollway logs` and `rollway status`.",
+        )
     return RolloutError(
         "No rollout could be attributed to one weight version.",
         "A worker serves other weights than the fleet, possibly after a restart: refit it, or see "

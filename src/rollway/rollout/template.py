@@ -227,10 +227,10 @@ class History:
             self.template.tokenizer.decode(full[cut:]),
         )
         # Text in neither part was dropped by the template itself, which is its decision.
-        if any(text in head and text not in tail for text in self._added_texts()):
+        if any(text in head and text not in tail for text in self._list_added_texts()):
             raise SpliceError("The chat template moves messages to before the last assistant turn.")
 
-    def _added_texts(self) -> list[str]:
+    def _list_added_texts(self) -> list[str]:
         """Return the texts of the new messages, stripped because templates may trim them."""
         added = self.messages[self.known :]
         texts = [text.strip() for message in added for text in _texts(message.get("content"))]

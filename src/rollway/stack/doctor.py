@@ -23,11 +23,11 @@ from typing import Any, Literal, NamedTuple
 from rollway import processes
 from rollway.processes import ProcessId
 from rollway.stack import preset
-from rollway.stack.disaggregated import NIXL_ADVICE, has_nixl
 from rollway.stack.locks import FIRST, LAST, Lease
 from rollway.stack.plan import SERVICE_PACKAGES
 from rollway.stack.preset import cache_dir, find_installed_version
 from rollway.stack.state import ProcessState, StackState, home, list_stacks, list_unreadable_stacks
+from rollway.stack.workers import NIXL_ADVICE, has_nixl
 
 Level = Literal["ok", "note", "warning", "error"]
 

@@ -1,4 +1,4 @@
-"""Start, stop and clear stacks on this machine.
+"""Start, stop and clear stacks on this machine, and ask a running stack what its users need.
 
 This side spawns `rollway.stack.supervisor`, which runs the stack, reads the state file that the
 supervisor writes, and sends it signals.
@@ -13,8 +13,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from rollway import private, processes
 from rollway.config import StackSpec
@@ -22,19 +24,22 @@ from rollway.errors import RollwayError, StackNotRunning, StartError, StateUnrea
 from rollway.fleet.discovery import Worker
 from rollway.processes import ProcessId
 from rollway.stack.launch import make_name_error, spawn_supervisor, wait_until_ready
-from rollway.stack.locks import NamedLock, sweep_abandoned
+from rollway.stack.locks import NamedLock, hold_machine_lock, sweep_abandoned
 from rollway.stack.ready import is_at
 from rollway.stack.run_dir import list_run_dirs, remove_run_dir
 from rollway.stack.state import (
     DETACH,
     StackDir,
     StackState,
+    WeightsFile,
     get_stop_seconds,
     is_ray_part,
     list_stack_names,
     list_stacks,
     list_unreadable_stacks,
+    read_secret,
 )
+from rollway.versions import VersionRecord
 from rollway.weights.adapter import remove_abandoned
 
 Progress = Callable[[StackState], None]
@@ -351,3 +356,55 @@ def stop_rank(name: str, process_name: str) -> bool:
 def release_rank(name: str, process_name: str) -> None:
     """Let a rank that waits for its replica start again; call it when all ranks of it wait."""
     os.close(private.open_file(StackDir(name).get_restart_request(process_name), os.O_WRONLY))
+
+
+class StackAccess(Protocol):
+    """The state of a stack, its secret, its supervisors, and what its users share."""
+
+    def read_state(self) -> StackState | None: ...
+
+    def read_secret(self) -> str: ...
+
+    async def replace_worker(self, worker: Worker) -> bool:
+        """Kill a worker so that its supervisor restarts it; return False if none would."""
+        ...
+
+    def is_supervised(self, worker: Worker) -> bool:
+        """Whether a supervisor of the stack has started this worker."""
+        ...
+
+    def hold_refit_lock(self, model: str) -> AbstractAsyncContextManager[Any]:
+        """Keep the refits of a model apart, also those of several processes."""
+        ...
+
+    def open_record(self, model: str) -> VersionRecord: ...
+
+
+class LocalAccess:
+    """A stack of this machine, by its files and locks."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def read_state(self) -> StackState | None:
+        return StackDir(self.name).read()
+
+    def read_secret(self) -> str:
+        state = self.read_state()
+        return "" if state is None else read_secret(state)
+
+    async def replace_worker(self, worker: Worker) -> bool:
+        return await replace_worker(self.name, worker)
+
+    def is_supervised(self, worker: Worker) -> bool:
+        return is_supervised(self.name, worker)
+
+    def hold_refit_lock(self, model: str) -> AbstractAsyncContextManager[Any]:
+        return hold_machine_lock(f"refit/{self._get_run_id()}/{model}")
+
+    def open_record(self, model: str) -> VersionRecord:
+        return WeightsFile(self.name, self._get_run_id(), model)
+
+    def _get_run_id(self) -> str:
+        state = self.read_state()
+        return "" if state is None else state.run_id

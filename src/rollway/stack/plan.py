@@ -16,11 +16,10 @@ from typing import Any, Literal
 
 from rollway.config import StackSpec, is_loopback
 from rollway.errors import StartError
-from rollway.model_spec import ModelSpec, slug
+from rollway.model_spec import ModelSpec, RawArgs, WorkerRole, name_component, slug
 from rollway.processes import make_run_environment
 from rollway.ranks import PlacedWorker, merge_runtime_envs, normalise_option
-from rollway.roles import RawArgs, WorkerRole, name_component
-from rollway.stack import disaggregated, preset
+from rollway.stack import preset, workers
 from rollway.stack.locks import Lease
 from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
 from rollway.stack.workers import choose_module, make_engine_flags, name_worker, place_here
@@ -169,7 +168,7 @@ class _Planner:
         if placed is None:
             placed = place_here(self.spec, self.ports)
         for name in {worker.model for worker in placed}:
-            disaggregated.check_nixl(models[name], self.python)
+            workers.check_nixl(models[name], self.python)
         return [self._plan_worker(models[w.model].roles[w.role], w) for w in placed]
 
     def plan_frontend(self) -> ProcessPlan:
@@ -220,9 +219,9 @@ class _Planner:
             env["GLOO_SOCKET_IFNAME"] = interface
         if placed.role and model.engine == "vllm":
             side_host = get_dial_address(host)
-            ports["kv"] = disaggregated.reserve_side_channel(self.ports, side_host, model)
-            env |= disaggregated.make_role_env(side_host, ports["kv"])
-        role_args = disaggregated.make_role_args(model, placed.role)
+            ports["kv"] = workers.reserve_side_channel(self.ports, side_host, model)
+            env |= workers.make_role_env(side_host, ports["kv"])
+        role_args = workers.make_role_args(model, placed.role)
         args = merge_args({**defaults.args, **role_args}, model.args)
         if placed.is_headless:
             args = {n: v for n, v in args.items() if normalise_option(n) != "kv-events-config"}
@@ -302,7 +301,7 @@ class _Planner:
 
 
 def make_flags(args: RawArgs) -> list[str]:
-    """Return raw arguments as a command line; `rollway.roles.RawArgs` has the rules."""
+    """Return raw arguments as a command line; `rollway.model_spec.RawArgs` has the rules."""
     flags: list[str] = []
     for name, value in args.items():
         if value is True:

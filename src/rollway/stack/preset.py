@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.config import StackSpec, is_loopback
-from rollway.model_spec import ModelSpec
-from rollway.roles import RawArgs
+from rollway.model_spec import ModelSpec, RawArgs
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 

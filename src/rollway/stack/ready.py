@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from rollway.config import is_loopback
 from rollway.errors import RequestFailed, RolloutError, RollwayError, StartError, Unreachable
-from rollway.fleet.discovery import RlListing, discover
+from rollway.fleet.discovery import RlListing, Worker, discover
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import ONCE, Http
 from rollway.rollout.sampling import Sampling
@@ -115,10 +115,10 @@ class ServingCheck:
     ) -> dict[str, int]:
         if not workers:
             return {}
-        instances = await self._wait_for_registration(workers, used_ids, on_lost)
+        listed = await self._wait_for_registration(workers, used_ids, on_lost)
         await self._wait_for_models({worker.model for worker in workers if worker.model})
-        await asyncio.gather(*(self._finish(worker, instances[worker.name]) for worker in workers))
-        return instances
+        await asyncio.gather(*(self._finish(worker, listed[worker.name]) for worker in workers))
+        return {name: entry.instance_id for name, entry in listed.items()}
 
     async def _wait_for_rank_zero(self, rank: ProcessPlan) -> None:
         """Return when rank 0 of this rank's replica has its label, which it gets last of all."""
@@ -135,13 +135,13 @@ class ServingCheck:
                 await asyncio.sleep(_POLL_SECONDS)
         self._report(rank, "ready", "")
 
-    async def _finish(self, worker: ProcessPlan, instance: int) -> None:
+    async def _finish(self, worker: ProcessPlan, listed: Worker) -> None:
         if self._warmup:
             self._report(worker, "warming up", "first greedy and first sampled request")
-            await self.warm_up(worker, instance)
+            await self.warm_up(worker, listed.instance_id)
         if worker.engine != "mocker":
             # Every start of a worker, a restart too, loads the checkpoint of the spec.
-            await self._declare_base(instance)
+            await self._declare_base(listed)
         self._report(worker, "ready", "")
 
     async def _wait_for_registration(
@@ -149,31 +149,35 @@ class ServingCheck:
         workers: Sequence[ProcessPlan],
         used_ids: Set[int],
         on_lost: Callable[[ProcessPlan], None],
-    ) -> dict[str, int]:
-        registered: dict[str, int] = {}
+    ) -> dict[str, Worker]:
+        registered: dict[str, Worker] = {}
         unlisted_since: dict[str, float] = {}
         while len(registered) < len(workers):
+            missing = [worker for worker in workers if worker.name not in registered]
+            answers = await asyncio.gather(*map(self._has_admin_routes, missing))
+            answering = [worker for worker, does in zip(missing, answers, strict=True) if does]
             try:
-                listed = await self._find_instances(workers, used_ids)
+                # A listing asks every worker of the stack, also those of other supervisors, so it
+                # is made only when it can have news.
+                if answering or any(worker.engine == "mocker" for worker in missing):
+                    others = used_ids | {entry.instance_id for entry in registered.values()}
+                    registered |= await self._find_workers(missing, others)
             except RollwayError:
                 # The frontend itself is still starting, so an unlisted worker is not lost.
                 unlisted_since.clear()
-                await asyncio.sleep(_POLL_SECONDS)
-                continue
-            for worker in workers:
-                if worker.name in listed and worker.name not in registered:
-                    registered[worker.name] = listed[worker.name]
+                answering = []
+            for worker in missing:
+                if worker.name in registered:
                     self._report(worker, "registered", "")
-            for worker in workers:
-                # Dynamo's file discovery loses a registration now and then when very many workers
-                # start at once, and does not retry.
-                if worker.name in registered or not await self._has_admin_routes(worker):
-                    continue
-                since = unlisted_since.setdefault(worker.name, time.monotonic())
-                if time.monotonic() - since > LOST_SECONDS:
-                    on_lost(worker)
-                    del unlisted_since[worker.name]
-            await asyncio.sleep(_POLL_SECONDS)
+                elif worker in answering:
+                    # Dynamo's file discovery loses a registration now and then when very many
+                    # workers start at once, and does not retry.
+                    since = unlisted_since.setdefault(worker.name, time.monotonic())
+                    if time.monotonic() - since > LOST_SECONDS:
+                        on_lost(worker)
+                        del unlisted_since[worker.name]
+            if len(registered) < len(workers):
+                await asyncio.sleep(_POLL_SECONDS)
         return registered
 
     async def _has_admin_routes(self, worker: ProcessPlan) -> bool:
@@ -186,20 +190,21 @@ class ServingCheck:
             return False
         return True
 
-    async def _find_instances(
+    async def _find_workers(
         self, workers: Sequence[ProcessPlan], used_ids: Set[int]
-    ) -> dict[str, int]:
-        """Map the names of those workers that are listed now to their instance ids."""
-        instances: dict[str, int] = {}
+    ) -> dict[str, Worker]:
+        """Return, by the names of these workers, the entries of those that are listed now."""
+        entries: dict[str, Worker] = {}
         for entry in await discover(self._http, RlListing(self._plan.rl_url), retry=ONCE):
             worker = next((worker for worker in workers if is_at(entry.admin_url, worker)), None)
             if worker is not None and entry.error is None and entry.instance_id not in used_ids:
-                instances[worker.name] = entry.instance_id
+                entries[worker.name] = entry
         mockers = [worker for worker in workers if worker.engine == "mocker"]
         if mockers:
             health = await _read_health(self._http, self._plan)
-            instances |= _assign_mockers(mockers, health.get("instances", []), used_ids)
-        return instances
+            assigned = _assign_mockers(mockers, health.get("instances", []), used_ids)
+            entries |= {name: Worker(instance, "", "") for name, instance in assigned.items()}
+        return entries
 
     async def _wait_for_models(self, models: set[str]) -> None:
         """Return when the frontend serves these models, whose workers have registered."""
@@ -225,23 +230,25 @@ class ServingCheck:
             log_tail="\n".join(logs.read_error_tail(log)) if log else "",
         )
 
-    async def _declare_base(self, instance: int) -> None:
+    async def _declare_base(self, listed: Worker) -> None:
         """Set the taint and then the label of the base version. The caller limits the time.
 
         The label comes last: once a worker has it, a refit may change both. A worker that has a
         label already was refitted by a process that did not wait for this start."""
         while True:
             try:
-                for listed in await discover(self._http, RlListing(self._plan.rl_url)):
-                    if listed.instance_id == instance and listed.error is None:
-                        async with DynamoAdmin(self._http, secret=self._secret).pinned() as admin:
-                            if await admin.weight_version(listed) is None:
-                                await admin.set_taints(listed, [taint_of(BASE_VERSION)])
-                                await admin.declare_version(listed, BASE_VERSION)
-                        return
+                async with DynamoAdmin(self._http, secret=self._secret).pinned() as admin:
+                    if await admin.weight_version(listed) is None:
+                        await admin.set_taints(listed, [taint_of(BASE_VERSION)])
+                        await admin.declare_version(listed, BASE_VERSION)
+                return
             except RollwayError:
-                pass  # the frontend may be restarting
-            await asyncio.sleep(_POLL_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
+            # Only now: a listing for each of n workers would be n x n questions to them.
+            with contextlib.suppress(RollwayError):  # the frontend may be restarting
+                for entry in await discover(self._http, RlListing(self._plan.rl_url)):
+                    if entry.instance_id == listed.instance_id and entry.error is None:
+                        listed = entry
 
     async def warm_up(self, worker: ProcessPlan, instance: int) -> None:
         """Have this worker answer one request of each kind; raise `RolloutError` if its answers

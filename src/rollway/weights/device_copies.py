@@ -205,24 +205,54 @@ def stream_to_host(
 def join_on_device(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return flat parts in CPU memory as one tensor on a device.
 
-    They are joined in pinned memory, from which a GPU reads several times as fast and beside other
-    work; torch keeps that memory until the copy is complete."""
+    Parts of one piece of pinned memory are copied with what lies between them, and joined on the
+    device. Others are joined in pinned memory, from which a GPU reads several times as fast and
+    beside other work; torch keeps pinned memory until the copy is complete."""
     if device.type != "cuda":
         return torch.cat(list(parts)).to(device)
+    span = find_span(parts)
+    if span is not None and span.is_pinned():
+        moved = span.to(device, non_blocking=True)
+        start = span.storage_offset()
+        return torch.cat(
+            [moved[p.storage_offset() - start :][: p.numel()] for p in parts if p.numel()]
+        )
     size = sum(part.numel() for part in parts)
     joined = torch.empty(size, dtype=parts[0].dtype, pin_memory=True)
     torch.cat(list(parts), out=joined)
     return joined.to(device, non_blocking=True)
 
 
+def find_span(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the memory from the first part to the last, if most of it is parts."""
+    parts = [part for part in parts if part.numel()]
+    if len({part.untyped_storage().data_ptr() for part in parts}) != 1:
+        return None
+    start = min(part.storage_offset() for part in parts)
+    size = max(part.storage_offset() + part.numel() for part in parts) - start
+    if size > 2 * sum(part.numel() for part in parts):
+        return None
+    return parts[0].as_strided((size,), (1,), start)
+
+
 def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors in CPU memory; the host waits for the device once.
 
     Those of a GPU are in pinned memory, which torch uses again when they are freed."""
+    hosts, wait = start_copies_to_host(tensors)
+    wait()
+    return hosts
+
+
+def start_copies_to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    """Start the same on the current stream; return the copies and a function that waits."""
     copies = [_start_copy(tensor) for tensor in tensors]
-    for _, wait in copies:
-        wait()
-    return [host for host, _ in copies]
+
+    def wait() -> None:
+        for _, wait_for_one in copies:
+            wait_for_one()
+
+    return [host for host, _ in copies], wait
 
 
 def _start_copy(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:

@@ -12,6 +12,7 @@ written last. This module does not import torch: a planner may run on a machine 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -28,6 +29,14 @@ ELEMENT_BYTES = {
 """Keys are the dtype names of safetensors files."""
 
 Shape = tuple[int, ...]
+# Names of vLLM's fused kernels and of their scales: weights that a trainer has quantised.
+_KERNEL_NAMES = re.compile(r"(w13_weight|w2_weight|weight_scale(_inv)?|_scale_inv)$")
+
+
+def is_kernel_layout(name: str, dtype: str) -> bool:
+    """Return whether a tensor is quantised, or laid out for a kernel. The engine makes its own
+    scales and layouts, so it would be quantised twice."""
+    return bool(_KERNEL_NAMES.search(name)) or dtype.startswith("F8")
 
 
 class Role(StrEnum):

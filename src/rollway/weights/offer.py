@@ -24,7 +24,9 @@ from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import MAX_DIMS, MAX_NAME, check_shape
 
 STILL = "still staging"  # A worker's answer while it has not received all weights
-Transport = Literal["files", "delta", "shm", "cuda_ipc", "collective", "nixl", "verl_buckets"]
+Transport = Literal[
+    "files", "delta", "shm", "cuda_ipc", "collective", "nixl", "verl_buckets", "prime_rl_broadcast"
+]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Dims = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]

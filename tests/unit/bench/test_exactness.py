@@ -20,7 +20,7 @@ from rollway.bench.exactness import (
     run_command,
 )
 from rollway.bench.gpu_load import PROMPT_TOKENS
-from rollway.bench.gpu_reference import Reference, pick_logprobs
+from rollway.bench.real_model import Reference, pick_logprobs
 from rollway.cli import main
 from rollway.rollout.client import Rollout, Span
 from rollway.rollout.sampling import Sampling

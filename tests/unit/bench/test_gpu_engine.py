@@ -11,15 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollway.bench import gpu_engine_command, round_floats
+from rollway.bench import gpu_options, round_floats
 from rollway.bench.gpu_colocated import fit_slope
 from rollway.bench.gpu_engine import GpuEngineBench, Skip
-from rollway.bench.gpu_limits import MemoryWatch, measure_limits
-from rollway.bench.gpu_load import make_prompts
+from rollway.bench.gpu_load import MemoryWatch, make_prompts, measure_limits
 from rollway.bench.gpu_options import Options, describe_stack
-from rollway.bench.gpu_reference import Reference
 from rollway.bench.real_model import (
     MARKER,
+    Reference,
     Weights,
     cache_model,
     change_all,
@@ -96,7 +95,7 @@ def test_limits_of_the_same_bytes(weights: Weights) -> None:
 def test_memory_is_sampled_while_a_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     # A stand-in for a GPU: before, then a peak, then less again.
     used = iter([1 << 30, 5 << 30])
-    monkeypatch.setattr("rollway.bench.gpu_limits.read_used", lambda _: next(used, 2 << 30))
+    monkeypatch.setattr("rollway.bench.gpu_load.read_used", lambda _: next(used, 2 << 30))
     with MemoryWatch(torch.device("cuda")) as watch:
         while len(watch._samples) < 3:
             pass
@@ -166,7 +165,7 @@ def test_a_part_that_fails_or_is_late_does_not_end_the_run(
     assert figures["skipped"].keys() == {"cuda_ipc", "delta"}
     assert figures["files"]["refits"] == [{"paused_seconds": 0.66667}]
     assert "ValueError" in capsys.readouterr().err
-    text = gpu_engine_command.format_figures(figures)
+    text = gpu_options.format_figures(figures)
     assert "shm: failed: ValueError" in text and "cuda_ipc: skipped: there is no GPU" in text
 
 
@@ -194,7 +193,7 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr(GpuEngineBench, "run", run)
-    code, figures = gpu_engine_command.run_command(make_arguments(), lambda _: None)
+    code, figures = gpu_options.run_command(make_arguments(), lambda _: None)
     assert code == 130 and figures["is_interrupted"] and figures["limits"] == {"gigabytes": 1.0}
 
 
@@ -204,7 +203,7 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_wrong_options_are_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        gpu_engine_command.run_command(make_arguments(**wrong), lambda _: None)
+        gpu_options.run_command(make_arguments(**wrong), lambda _: None)
 
 
 def test_lost_tokens_follow_from_pauses_and_the_rate() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollway.chaos.placement import place_workers
+from rollway.chaos.target import place_workers
 from rollway.chaos.traffic import TOLERANCE, Traffic
 from rollway.cli import main
 from rollway.errors import UsageError

@@ -287,6 +287,51 @@ async def test_a_request_that_a_refit_froze_has_both_versions() -> None:
     await stream.aclose()
 
 
+class Numbers(list[dict[int, float]]):
+    """As vLLM's flat log-probs: a list of dictionaries, and the numbers alone."""
+
+    logprobs = (-1.5, -2.5)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "logprobs", "is_plain"),
+    [("request-1", 0, True), ("another's", 0, False), ("request-1", 1, False)],
+)
+async def test_own_requests_get_log_probs_as_numbers(
+    request_id: str, logprobs: int, is_plain: bool
+) -> None:
+    """Dynamo would decode each token for alternatives that were not requested."""
+    ends = []
+
+    class Client:
+        async def generate(self, *given: Any, **_: Any) -> AsyncIterator[Any]:
+            try:
+                assert given[1].flat_logprobs is is_plain
+                values = Numbers([{5: -1.5}, {6: -2.5}])
+                for _ in range(2):
+                    yield SimpleNamespace(
+                        outputs=[SimpleNamespace(token_ids=[5, 6], logprobs=values)]
+                    )
+            finally:
+                ends.append("closed")
+
+    client = Client()
+    guard.send_plain_logprobs(client, "request-1".__eq__)
+    params = SimpleNamespace(logprobs=logprobs, prompt_logprobs=None, flat_logprobs=False)
+    stream = client.generate([1], params, request_id, priority=0)
+    result = await anext(stream)
+    expected: Any = (-1.5, -2.5) if is_plain else [{5: -1.5}, {6: -2.5}]
+    assert result.outputs[0].logprobs == expected
+    await stream.aclose()
+    assert ends == ["closed"], "an aborted request must reach the engine at once"
+
+
+def test_an_engine_whose_client_does_not_generate_is_left_alone() -> None:
+    """As in workers of another engine, which take orders all the same."""
+    client = object()
+    guard.send_plain_logprobs(client, "request-1".__eq__)
+
+
 async def test_orders_of_a_worker_need_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     routes: dict[str, Any] = {}
     runtime = type("Runtime", (), {"register_engine_route": lambda _, n, f: routes.update({n: f})})

@@ -91,7 +91,10 @@ def test_buffers_hold_every_tensor(kinds: list[tuple[str, Any]], buffer_bytes: i
 def test_a_rank_needs_memory_only_for_its_parts() -> None:
     headers = {name: TensorHeader("F32", (8, 4), "") for name in "abc"}
     slices = Slices({"a": Box((0, 0), (2, 4)), "b": None}, {}, {})
-    assert memory.received_shapes(headers, slices) == {"a": ("F32", (2, 4)), "c": ("F32", (8, 4))}
+    assert memory.list_received_shapes(headers, slices) == {
+        "a": ("F32", (2, 4)),
+        "c": ("F32", (8, 4)),
+    }
 
 
 def test_buffers_of_other_sizes_are_not_reused() -> None:

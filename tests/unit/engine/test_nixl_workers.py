@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine.slices import find_slices
+from rollway.engine.incoming import find_slices
 from rollway.errors import UsageError, WeightsError
 from rollway.orders import SECRET
 from rollway.weights.layout import Box, Piece, Shard, Slices

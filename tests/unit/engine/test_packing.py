@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,23 +12,28 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine import packing
+from rollway.engine import shadow
 from rollway.engine.incoming import Incoming
 from rollway.engine.memory import HostBuffers
-from rollway.engine.packing import LateKernel, Packing, defer_packing, wait_until_packed
-from rollway.engine.shadow import ParameterArena
+from rollway.engine.shadow import (
+    LateKernel,
+    Packing,
+    ParameterArena,
+    defer_packing,
+    wait_until_packed,
+)
 from rollway.engine.staging import Staging
 from rollway.weights.offer import Offer
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
-from tests.unit.engine.test_patching import change
 from tests.unit.engine.vllm_models import (
     CONFIGS,
+    change,
     create_model,
     create_worker,
     use_ranks,
     write_model,
 )
-from tests.waiting import wait_until
+from tests.waiting import stays, wait_until
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
 
@@ -38,7 +45,7 @@ class Gate:
         self.opened = threading.Event()
         self.packed = 0
 
-    def __call__(self, weight: torch.Tensor) -> packing.Multiply:
+    def __call__(self, weight: torch.Tensor) -> shadow.Multiply:
         assert self.opened.wait(30)
         self.packed += 1
         own = weight.clone()
@@ -48,7 +55,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate = Gate()
-    monkeypatch.setattr(packing, "_pack", gate)
+    monkeypatch.setattr(shadow, "_pack", gate)
     return gate
 
 
@@ -65,10 +72,10 @@ def test_a_kernel_gives_the_same_products_before_and_after() -> None:
 def test_a_layer_that_cannot_be_packed_keeps_a_copy_of_its_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(_: torch.Tensor) -> packing.Multiply:
+    def fail(_: torch.Tensor) -> shadow.Multiply:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(packing, "_pack", fail)
+    monkeypatch.setattr(shadow, "_pack", fail)
     weight = torch.randn(8, 16)
     expected = X @ weight.t()
     kernel = LateKernel(weight)
@@ -93,6 +100,18 @@ def test_packing_never_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.is_packed and products == []
     kernel(X, torch.empty(0), None)
     assert products == [threading.current_thread().name]
+
+
+def test_generation_gets_its_turn_after_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with few cores it stands still while a layer is packed: not for all of them."""
+    clock = itertools.count(0.0, 1000.0)  # a layer takes very long, by the clock
+    monkeypatch.setattr(time, "perf_counter", clock.__next__)
+    kernels = [LateKernel(torch.randn(8, 16)) for _ in range(3)]
+    packing = Packing(kernels, [])
+    wait_until(lambda: kernels[0].is_packed, 10)
+    assert stays(lambda: not kernels[1].is_packed, 0.1)
+    packing.wait()  # the next version needs the memory: no more turns
+    assert all(kernel.is_packed for kernel in kernels)
 
 
 def test_what_served_before_is_released_by_the_thread() -> None:

@@ -24,10 +24,11 @@ from rollway.engine.staging import Staging
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.layout import Slices
 from rollway.weights.offer import Offer
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store, batches
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store, unpacking
 from tests.unit.engine.vllm_models import (
     CONFIGS,
     Tensors,
+    change,
     create_model,
     create_worker,
     headers_of,
@@ -38,20 +39,6 @@ from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
 EVERYTHING = 1 << 60
-
-
-def change(tensors: Tensors, seed: int, share: float = 0.03) -> Tensors:
-    """Return tensors of which a share of the elements changed: some little, some to anything."""
-    generator = torch.Generator().manual_seed(seed)
-    changed = {}
-    for number, (name, tensor) in enumerate(tensors.items()):
-        chosen = torch.rand(tensor.shape, generator=generator) < share
-        if (number + seed) % 3 == 0:
-            new = torch.randn(tensor.shape, generator=generator)
-        else:
-            new = tensor * (1 + 1e-7)
-        changed[name] = torch.where(chosen, new.to(tensor.dtype), tensor)
-    return changed
 
 
 def elements_of(tensors: Tensors) -> dict[str, int]:
@@ -76,7 +63,7 @@ def test_a_patched_model_is_what_vllm_would_load(
 ) -> None:
     """Fused, biased and tied parameters, experts, a padded vocabulary, replicated keys. With one
     step the changes are unpacked as on a GPU."""
-    monkeypatch.setattr(batches, "uses_numpy", lambda _: steps > 1)
+    monkeypatch.setattr(unpacking, "uses_numpy", lambda _: steps > 1)
     first = write_model(kind, tmp_path)
     publisher, reader = DeltaPublisher(Store(tmp_path / "deltas")), DeltaReader()
     base = publisher.publish(1, first.items())

@@ -18,19 +18,14 @@ from rollway.engine.memory import StagedTensors
 from rollway.engine.patching import Served, get_served, set_served
 from rollway.engine.sleep_mode import AsleepError
 from rollway.engine.worker import WorkerExtension, load_checkpoint
-from tests.unit.engine.test_in_place import (
+from tests.unit.engine.staging import (
     FakeReader,
-    expected,
     is_serving,
     make_staging,
     parameters_of,
     stage,
-    tensors,
-    worker,
 )
 from tests.unit.engine.vllm_models import Tensors, headers_of
-
-__all__ = ["expected", "tensors", "worker"]  # fixtures
 
 
 class Allocator:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine.slices import find_slices, zero_pad
+from rollway.engine.incoming import find_slices, zero_pad
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Slices
 from rollway.weights.planning.targets import cells, engine_ranks

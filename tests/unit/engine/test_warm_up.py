@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine import receivers, rpc, worker
+from rollway.engine import incoming, rpc, worker
 from rollway.weights.digest import checksums
 
 
@@ -26,7 +26,7 @@ def test_readers_are_warmed_up_in_the_background(monkeypatch: pytest.MonkeyPatch
     model = torch.nn.Linear(2, 2)
     engine = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
     worker.start_warm_up(engine)
-    for _ in receivers._WARMED_UP:
+    for _ in incoming._WARMED_UP:
         assert calls.acquire(timeout=30)
     assert set(threads) == {"rollway-background"}
     assert {"rollway.weights.transports.delta", "rollway.weights.transports.shm"} <= set(

@@ -113,3 +113,17 @@ def create_worker(directory: Path) -> Any:
     return SimpleNamespace(
         model_runner=runner, model_config=config.model_config, vllm_config=config
     )
+
+
+def change(tensors: Tensors, seed: int, share: float = 0.03) -> Tensors:
+    """Return tensors of which a share of the elements changed: some little, some to anything."""
+    generator = torch.Generator().manual_seed(seed)
+    changed = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        chosen = torch.rand(tensor.shape, generator=generator) < share
+        if (number + seed) % 3 == 0:
+            new = torch.randn(tensor.shape, generator=generator)
+        else:
+            new = tensor * (1 + 1e-7)
+        changed[name] = torch.where(chosen, new.to(tensor.dtype), tensor)
+    return changed

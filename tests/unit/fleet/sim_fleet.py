@@ -432,15 +432,21 @@ class SimWorker:
             return False
         if self.frozen:
             return True
-        waits = [self.world.loop.create_task(e.wait()) for e in (self._drained, self._is_cancelled)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        if self._drained.is_set():
+        idle = self.world.loop.create_task(self._become_idle(order["mode"]))
+        cancelled = self.world.loop.create_task(self._is_cancelled.wait())
+        await asyncio.wait([idle, cancelled], return_when=asyncio.FIRST_COMPLETED)
+        cancelled.cancel()
+        if idle.done():
             return True
+        idle.cancel()
         self.paused = False
         self.poke()
         return False
+
+    async def _become_idle(self, mode: str) -> None:
+        if mode == "abort":
+            await asyncio.sleep(TOKEN_SECONDS)  # vLLM is idle one step after it aborts requests
+        await self._drained.wait()
 
     def cancel_refit(self) -> None:
         self._is_cancelled.set()
@@ -533,6 +539,8 @@ class World:
         """Whether the engines were started with sleep mode."""
         self.stalling = {"prefill": 0.05, "decode": 0.05}
         """Which part of the requests a router delivers late, with prefill and decode apart."""
+        self.answer_seconds = 0.0
+        """How long an answer takes from its worker to the client."""
 
     @property
     def now(self) -> float:
@@ -605,6 +613,7 @@ class World:
         try:
             async with asyncio.timeout(timeout):
                 worker, reason = await route(request, taints, ext.get("backend_instance_id"))
+                await asyncio.sleep(self.answer_seconds)
         except TimeoutError:
             raise Unreachable("no answer") from None
         finally:

@@ -1,523 +1,27 @@
 """The promises of a refit hold, whatever joins, leaves, hangs or fails while weights change.
 
-Hypothesis drives the real fleet, refits and rollouts over simulated workers (sim_fleet.py). The
-sabotages at the end switch off one protection each; the same checks must then fail."""
+Hypothesis drives the real fleet, refits and rollouts over simulated workers (sim_fleet.py) by the
+machine of refit_machine.py. The sabotages at the end switch off one protection each; the same
+checks must then fail."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from rollway.errors import RollwayError, UsageError
 from rollway.fleet import refit, stages
-from rollway.fleet.canary import make_canary
-from rollway.fleet.fleet import Fleet
-from rollway.fleet.report import RefitMode, SleepReport
 from rollway.fleet.worker_refit import WorkerRefit
-from rollway.rollout.client import Rollout, Rollouts
+from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.versions import FleetVersions, taint_of
 from tests.soak import examples
 from tests.unit.fleet import sim_fleet
-from tests.unit.fleet.sim_fleet import OP, Call, SimAdmin, SimLoop, SimUpdate, SimWorker, World
-
-MODES: list[RefitMode] = ["pause-all", "rolling", "in-flight"]
-TOUCHING = ("pause", "resume", "flush", "update", "declare", "taint", "refit", "sleep", "wake")
-UPDATES = ("update", "refit")
-FAULTS = ("before", "lost", "refuse", "hang", "die", "lie")
-"""Nothing done, done but the answer lost, refused, hung, dead, and success without an effect."""
-DRAIN_SECONDS = 2000.0
-"""Longer than all timeouts together: an operation that has not ended by then never ends."""
-
-Tasks = set[asyncio.Task[Any]]
-
-
-class Coordinator:
-    """A process that refits and samples: a real `Fleet` and `Rollouts`, with checks."""
-
-    def __init__(self, world: World, *, replacing: bool = False) -> None:
-        self.world, self.admin = world, SimAdmin(world)
-        http: Any = world
-        self.fleet = Fleet(
-            http,
-            "sim",
-            admin=self.admin,  # type: ignore[arg-type]
-            canary=make_canary(http, "sim", "m"),
-            replace=self._replace if replacing else None,
-            guard=lambda: world.lock,  # type: ignore[arg-type, return-value]
-            supervised=lambda _: world.supervised,
-            record=world,
-        )
-        self.versions = self.fleet.versions
-        self.fleet.observer = world.observe
-        self.versions.tainted = world.supervised
-        bounds = {"timeout": 200.0, "patience": 10.0}
-        checks = {"refresh": self.fleet.refresh, "still_serves": self.fleet.still_serves}
-        self.rollouts = Rollouts(http, "sim", "m", self.versions, **checks, **bounds)
-        self.under_way: Tasks = set()
-        self.sampling: Tasks = set()
-        self.user_paused, self.trouble = False, ""
-        self._seen = -1
-
-    async def _replace(self, worker: Any) -> bool:
-        if not self.admin.crashed:
-            self.world.workers[worker.instance_id].die()
-            self.world.join(ready_after=2.0)
-        return not self.admin.crashed
-
-    def start(self, work: Coroutine[Any, Any, Any], into: Tasks) -> asyncio.Task[Any]:
-        task = self.world.loop.create_task(work)
-        into.add(task)
-        task.add_done_callback(into.discard)
-        task.add_done_callback(self._check_error)
-        return task
-
-    def _check_error(self, task: asyncio.Task[Any]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            self.world.broken(f"{task.exception()!r} is no error for users")
-
-    # --- operations --------------------------------------------------------------------------
-
-    async def refit(self, version: int, weights: str = "", mode: RefitMode = "pause-all") -> str:
-        update = SimUpdate(Path("/weights") / (weights or sim_fleet.weights_of(version)))
-        return await self._operation(lambda: self.fleet.refit(version, update, mode=mode), version)
-
-    async def admit(self) -> str:
-        await self.fleet.membership.poll()
-        return await self._operation(self.fleet.admit, None)
-
-    async def pause(self, mode: Any = "wait") -> str:
-        def work() -> Awaitable[None]:
-            self.world.users_pauses.add(OP.get())
-            return self.fleet.pause(mode)
-
-        before, self.user_paused = self.user_paused, True
-        outcome = await self._operation(work, None)
-        self.user_paused = before or outcome == "done"
-        return outcome
-
-    async def resume(self) -> str:
-        outcome = await self._operation(self.fleet.resume, None)
-        self.user_paused = self.user_paused and outcome != "done"
-        return outcome
-
-    async def sleep(self, level: int = 1, mode: Any = "wait") -> str:
-        async def work() -> None:
-            self._check_asleep(await self.fleet.sleep(level, mode))
-
-        return await self._operation(work, None)
-
-    async def wake(self) -> str:
-        return await self._operation(self.fleet.wake, None)
-
-    async def traffic(self, times: int, length: int = 8) -> None:
-        """Send requests so often that some are always under way when weights change."""
-        for _ in range(times):
-            self.start(self.sample(length), self.sampling)
-            await asyncio.sleep(0.01)  # of the simulated time
-
-    async def sample(self, length: int) -> None:
-        try:
-            (rollout,) = await self.rollouts.generate([1, 2], Sampling(max_tokens=length))
-        except RollwayError:
-            return
-        self._check_rollout(rollout)
-
-    async def _operation(self, work: Callable[[], Awaitable[Any]], version: int | None) -> str:
-        world, op, began = self.world, next(self.world.ops), self.world.now
-        OP.set(op)
-        reached = None
-        try:
-            report = await work()
-            outcome, reached = "done", getattr(report, "version", None)
-        except UsageError as error:
-            outcome, self.trouble = "refused", str(error)
-        except RollwayError as error:
-            outcome, self.trouble = "failed", str(error)
-        except asyncio.CancelledError:
-            outcome = "cancelled"
-        if self.admin.crashed or op in world.users_pauses:
-            return outcome
-        start = next((n for n, call in enumerate(world.log) if call.op == op), len(world.log))
-        touching = [call for call in world.log[start:] if call.route in TOUCHING]
-        self._check_calls([call for call in touching if call.op == op], outcome)
-        paused = {c.worker: c.ok for c in reversed(touching) if (c.op, c.route) == (op, "pause")}
-        for worker in [w for w in world.workers.values() if w.alive and w.hung_at < began]:
-            if worker.staged is not None and worker.staged_by == op:
-                world.broken(f"worker {worker.instance_id} keeps a second model")
-            calls = [call for call in touching if call.worker == worker.instance_id]
-            if any(call.op != op for call in calls):
-                continue  # another process has begun since
-            if outcome == "refused" and calls and all(call.ok for call in calls):
-                if worker.sleeping != {"weights", "kv_cache"}:
-                    world.broken(f"worker {worker.instance_id} does not sleep as before")
-            elif reached is not None:
-                if calls or version is not None:
-                    self._check_serving(worker, reached)
-            elif worker.issued_by == op and not worker.paused:
-                world.broken(f"worker {worker.instance_id} is in doubt and generates")
-            elif not all(paused.values()):
-                self._check_undone(worker, calls)
-        return outcome
-
-    # --- promises ----------------------------------------------------------------------------
-
-    def _check_calls(self, calls: list[Call], outcome: str) -> None:
-        if outcome == "refused" and any(call.route not in ("sleep", "wake") for call in calls):
-            self.world.broken("a refused refit has touched a worker")
-        for worker in {call.worker for call in calls}:
-            mine = [c for c in calls if c.worker == worker]
-            updates = [n for n, call in enumerate(mine) if call.route in UPDATES]
-            if len(updates) > 1:
-                self.world.broken(f"worker {worker} was sent {len(updates)} updates by one refit")
-            after = mine[updates[0] :] if updates else []
-            failed = next((n for n, call in enumerate(after) if not call.ok), len(after))
-            for call in after[failed + 1 :]:
-                if call.route in ("resume", "flush") or (call.route == "taint" and call.detail):
-                    self.world.broken(f"worker {worker} failed and then got {call.route}")
-
-    def _check_serving(self, worker: SimWorker, version: int) -> None:
-        """Check a worker after a refit that returned. A worker that got ready after the last
-        listing is a joiner."""
-        if worker.ready_at >= self.world.listed_at or self._paused_by_user(worker):
-            return
-        taints = (taint_of(version),) if self.world.tainting else ()
-        state = worker.label, worker.weights, worker.taints, worker.paused
-        if state != (version, sim_fleet.weights_of(version), taints, False):
-            name = f"worker {worker.instance_id}"
-            self.world.broken(f"a refit to {version} returned, {name} is {state}")
-
-    def _check_undone(self, worker: SimWorker, mine: list[Call]) -> None:
-        """Check that a worker without an update is back after a failed pause."""
-        routes = [call.route for call in mine]
-        lost = any(not call.ok for call in mine if call.route != "pause")
-        marked = any(call.route == "declare" for call in mine)  # its version was known
-        known = (marked or (worker.label or 0) >= 0) and not self._paused_by_user(worker)
-        updated = any(route in UPDATES for route in routes)
-        known = known and not worker.sleep_level
-        if worker.paused and known and not lost and "pause" in routes and not updated:
-            self.world.broken(f"worker {worker.instance_id} was left paused")
-
-    def _check_asleep(self, report: SleepReport) -> None:
-        """Check the workers after a sleep that returned; one that was starting is left alone."""
-        names = {w.instance_id: w.state for w in report.workers}
-        for worker in [w for w in self.world.workers.values() if w.alive and w.awake.is_set()]:
-            state = worker.sleep_level, worker.taints, worker.running, (worker.label or 0) < 0
-            is_asleep = state == (report.level, (), [], True)
-            if names.get(worker.instance_id) == "asleep" and not is_asleep:
-                self.world.broken(f"worker {worker.instance_id} should sleep, it is {state}")
-        if not set(names.values()) <= {"asleep", "joining"}:
-            self.world.broken(f"a sleep returned with {names}")
-
-    def _paused_by_user(self, worker: SimWorker) -> bool:
-        return worker.paused and worker.paused_by in self.world.users_pauses
-
-    def _check_rollout(self, rollout: Rollout) -> None:
-        world = self.world
-        if sum(span.end - span.start for span in rollout.spans) != len(rollout.token_ids):
-            world.broken(f"spans {rollout.spans} do not cover {len(rollout.token_ids)} tokens")
-        for span in [span for span in rollout.spans if span.version is not None]:
-            for token in rollout.token_ids[span.start : span.end]:
-                weights, kv = world.samples[token]
-                if weights != sim_fleet.weights_of(span.version) or kv != {weights}:
-                    world.broken(f"stamped {span.version}: sampled from {weights}, KV of {kv}")
-
-    def check_versions(self) -> None:
-        current = -1 if self.versions.current is None else self.versions.current
-        if current < self._seen:
-            self.world.broken(f"the current version went from {self._seen} to {current}")
-        self._seen = current
-        shut = self.versions.is_closed and not self.user_paused
-        if not self.under_way and (self.versions.changing or shut):
-            self.world.broken(f"nothing is under way, changing={self.versions.changing}, {shut=}")
-
-
-class RefitMachine(RuleBasedStateMachine):
-    """Two processes, their workers, and all events that can happen to them."""
-
-    @initialize(
-        seed=st.integers(0, 10_000),
-        verifying=st.booleans(),
-        staging=st.booleans(),
-        orders=st.booleans(),
-        shape=st.sampled_from(["stack", "stack", "attached", "untainted", "pools"]),
-        count=st.integers(1, 3),
-        replacing=st.booleans(),
-    )
-    def begin(
-        self,
-        seed: int,
-        verifying: bool,
-        staging: bool = False,
-        orders: bool = False,
-        shape: str = "stack",
-        count: int = 2,
-        replacing: bool = False,
-    ) -> None:
-        self.loop, self.patch = SimLoop(), pytest.MonkeyPatch()
-        # A worker of one role does not answer canaries, so it must compare its parameters.
-        verifying = verifying or shape == "pools"
-        self.world = World(
-            self.loop, seed, verifying=verifying, staging=staging, orders=orders, shape=shape
-        )
-        self.world.install(self.patch)
-        self.replacing = replacing and self.world.supervised
-        self.tried = 0
-        for _ in range(count + self.world.pools):
-            self.world.join()
-        self.advance(0.1)
-        # Without the launcher's taints, versions rest on what one process knows: only one refits.
-        self.processes = [self._coordinator() for _ in range(2 if self.world.supervised else 1)]
-        self.advance(0.1)
-
-    def _coordinator(self) -> Coordinator:
-        coordinator = Coordinator(self.world, replacing=self.replacing)
-        coordinator.start(coordinator.fleet.refresh(), coordinator.sampling)
-        return coordinator
-
-    def advance(self, seconds: float) -> None:
-        """Let the simulated time pass."""
-        self.loop.run_until_complete(asyncio.sleep(seconds))
-
-    def _process(self, index: int) -> Coordinator:
-        return self.processes[index % len(self.processes)]
-
-    def _worker(self, index: int) -> SimWorker | None:
-        alive = [w for w in self.world.workers.values() if w.alive]
-        return alive[index % len(alive)] if alive else None
-
-    def _crash(self, process: Coordinator) -> None:
-        """Kill the process: its calls reach no worker any more, and another process follows."""
-        process.admin.crashed = True
-        for task in process.sampling:
-            task.cancel()
-        self.processes[self.processes.index(process)] = self._coordinator()
-
-    # --- events ------------------------------------------------------------------------------
-
-    @rule(seconds=st.sampled_from([0.01, 0.05, 0.2, 1.0, 6.0, 40.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.advance(seconds)
-
-    @rule(ready_after=st.sampled_from([0.0, 0.3, 20.0]))
-    def joins(self, ready_after: float) -> None:
-        if sum(w.alive for w in self.world.workers.values()) < 4:
-            self.world.join(ready_after)
-
-    @rule(index=st.integers(0, 3))
-    def dies(self, index: int) -> None:
-        if worker := self._worker(index):
-            worker.die()
-
-    @rule(index=st.integers(0, 3), seconds=st.sampled_from([0.1, 4.0, 60.0]))
-    def hangs(self, index: int, seconds: float) -> None:
-        if worker := self._worker(index):
-            worker.hang(seconds)
-
-    @rule(times=st.integers(1, 2))
-    def frontend_restarts(self, times: int) -> None:
-        self.world.listing_fails = times
-
-    @rule(i=st.integers(0, 1), times=st.sampled_from([1, 5, 40]), length=st.integers(1, 30))
-    def samples(self, i: int, times: int, length: int) -> None:
-        self._process(i).start(self._process(i).traffic(times, length), self._process(i).sampling)
-
-    @rule(
-        i=st.integers(0, 1),
-        mode=st.sampled_from([*MODES, "keep"]),
-        faults=st.lists(
-            st.tuples(
-                st.sampled_from([*TOUCHING, "version", "check"]),
-                st.integers(0, 3),
-                st.sampled_from(FAULTS),
-            ),
-            max_size=2,
-        ),
-        fuse=st.none() | st.tuples(st.integers(1, 40), st.sampled_from(["cancel", "crash"])),
-        seconds=st.sampled_from([0.0, 0.05, 0.1, 0.5, 5.0]),
-        half=st.booleans(),
-        busy=st.booleans(),
-    )
-    def refits(
-        self,
-        i: int,
-        mode: RefitMode = "pause-all",
-        faults: Sequence[tuple[str, int, str]] = (),
-        fuse: tuple[int, str] | None = None,
-        seconds: float = 5.0,
-        half: bool = False,
-        busy: bool = False,
-    ) -> None:
-        process = self._process(i)
-        if busy:
-            self.samples(i, 40, 8)
-            self.advance(0.1)
-        for route, index, kind in faults:
-            worker = self._worker(index)
-            if kind == "lie" and route not in (*UPDATES, "flush"):
-                continue  # it would not show
-            if worker is not None:
-                # Half a load that is reported as a success shows in the parameters only.
-                kind = "half" if kind == "lie" and half and self.world.verifying else kind
-                self.world.faults[route, worker.instance_id] = kind
-        self.tried += 1
-        task = process.start(process.refit(self.tried, "", mode), process.under_way)
-        if fuse is not None:
-            crash = fuse[1] == "crash"
-            process.admin.calls_left = fuse[0]
-            process.admin.then = lambda: self._crash(process) if crash else task.cancel()
-        self.advance(seconds)
-
-    @rule(i=st.integers(0, 1), back=st.integers(0, 2), mode=st.sampled_from(MODES))
-    def refits_again(self, i: int, back: int, mode: RefitMode) -> None:
-        process = self._process(i)
-        if back < self.tried:
-            process.start(process.refit(self.tried - back, "", mode), process.under_way)
-
-    @rule(i=st.integers(0, 1), weights=st.sampled_from(["bad", "unfit", "other"]))
-    def refits_wrongly(self, i: int, weights: str) -> None:
-        """Refit with no checkpoint, with one of other shapes, or with a version that is in use."""
-        process = self._process(i)
-        self.tried += 1
-        version = (process.versions.current or 0) if weights == "other" else self.tried
-        if version and (weights != "unfit" or self.world.verifying):
-            process.start(process.refit(version, weights), process.under_way)
-
-    @rule(i=st.integers(0, 1))
-    def admits(self, i: int) -> None:
-        self._process(i).start(self._process(i).admit(), self._process(i).under_way)
-
-    @rule(i=st.integers(0, 1), mode=st.sampled_from(["wait", "keep", "abort"]))
-    def user_pauses(self, i: int, mode: str) -> None:
-        self._process(i).start(self._process(i).pause(mode), self._process(i).under_way)
-
-    @rule(i=st.integers(0, 1))
-    def user_resumes(self, i: int) -> None:
-        self._process(i).start(self._process(i).resume(), self._process(i).under_way)
-
-    @rule(
-        i=st.integers(0, 1),
-        level=st.sampled_from([1, 2]),
-        mode=st.sampled_from(["wait", "abort"]),
-        faults=st.lists(
-            st.tuples(
-                st.sampled_from(["sleep", "declare", "taint", "memory", "version"]),
-                st.integers(0, 3),
-                st.sampled_from(["before", "lost", "refuse", "hang", "die"]),
-            ),
-            max_size=1,
-        ),
-        fuse=st.none() | st.tuples(st.integers(1, 12), st.sampled_from(["cancel", "crash"])),
-        seconds=st.sampled_from([0.0, 0.1, 5.0]),
-    )
-    def sleeps(
-        self,
-        i: int,
-        level: int = 1,
-        mode: str = "wait",
-        faults: Sequence[tuple[str, int, str]] = (),
-        fuse: tuple[int, str] | None = None,
-        seconds: float = 5.0,
-    ) -> None:
-        if not self.world.supervised:
-            return  # workers without a version are refused
-        self._start(i, lambda process: process.sleep(level, mode), faults, fuse)
-        self.advance(seconds)
-
-    @rule(
-        i=st.integers(0, 1),
-        faults=st.lists(
-            st.tuples(
-                st.sampled_from(["wake", "resume", "declare", "taint"]),
-                st.integers(0, 3),
-                st.sampled_from(["before", "lost", "refuse", "hang", "die"]),
-            ),
-            max_size=1,
-        ),
-        fuse=st.none() | st.tuples(st.integers(1, 12), st.sampled_from(["cancel", "crash"])),
-        seconds=st.sampled_from([0.0, 0.1, 5.0]),
-    )
-    def wakes(
-        self,
-        i: int,
-        faults: Sequence[tuple[str, int, str]] = (),
-        fuse: tuple[int, str] | None = None,
-        seconds: float = 5.0,
-    ) -> None:
-        self._start(i, Coordinator.wake, faults, fuse)
-        self.advance(seconds)
-
-    def _start(
-        self,
-        i: int,
-        operation: Callable[[Coordinator], Coroutine[Any, Any, str]],
-        faults: Sequence[tuple[str, int, str]],
-        fuse: tuple[int, str] | None,
-    ) -> None:
-        process = self._process(i)
-        for route, index, kind in faults:
-            if (worker := self._worker(index)) is not None:
-                self.world.faults[route, worker.instance_id] = kind
-        task = process.start(operation(process), process.under_way)
-        if fuse is not None:
-            crash = fuse[1] == "crash"
-            process.admin.calls_left = fuse[0]
-            process.admin.then = lambda: self._crash(process) if crash else task.cancel()
-
-    # --- promises ----------------------------------------------------------------------------
-
-    @invariant()
-    def holds(self) -> None:
-        for process in getattr(self, "processes", []):
-            process.check_versions()
-            assert not self.world.violations, self.world.violations
-
-    def settles(self) -> None:
-        """Check that everything ends by itself, and that one more refit repairs the fleet."""
-        self.advance(DRAIN_SECONDS)
-        for process in self.processes:
-            assert not process.under_way, "an operation never ends"
-            assert not process.sampling, "a rollout is lost"
-        self.holds()
-        self.world.faults.clear()
-        self.world.listing_fails = 0
-        for _ in range(2 if self.world.pools else 1):  # one of each role, if all are dead
-            self.world.join()
-        self.advance(DRAIN_SECONDS)
-        run = self.loop.run_until_complete
-        for process in self.processes:
-            process.admin.calls_left = 0
-            run(process.resume())
-        process, version = self.processes[0], self.tried + 1
-        outcome = run(process.refit(version, "", "in-flight"))
-        assert outcome == "done", f"the last refit was {outcome}: {process.trouble}"
-        (rollout,) = run(process.rollouts.generate([1], Sampling(max_tokens=3)))
-        assert rollout.weight_version == version
-        self.holds()
-
-    def teardown(self) -> None:
-        if hasattr(self, "loop"):
-            try:
-                self.settles()
-            finally:
-                self.close()
-
-    def close(self) -> None:
-        self.patch.undo()
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
-        self.advance(0.0)
-        self.loop.close()
-
+from tests.unit.fleet.refit_machine import MODES, RefitMachine, machine
+from tests.unit.fleet.sim_fleet import SimUpdate, SimWorker
 
 TestRefitMachine = RefitMachine.TestCase
 TestRefitMachine.settings = settings(
@@ -526,16 +30,6 @@ TestRefitMachine.settings = settings(
 
 
 # --- faults that the machine has found, as short as possible ---------------------------------
-
-
-@contextmanager
-def machine(**options: Any) -> Iterator[RefitMachine]:
-    refit_machine = RefitMachine()
-    refit_machine.begin(seed=1, **options)
-    try:
-        yield refit_machine
-    finally:
-        refit_machine.close()
 
 
 def joins_during_a_refit(m: RefitMachine) -> None:
@@ -739,6 +233,79 @@ def test_rollouts_that_an_order_cuts_keep_their_tokens_and_ask_nothing() -> None
         rollouts = m.loop.run_until_complete(sampling)
         assert all([span.version for span in r.spans] == [1, 2] for r in rollouts)
         assert [call.route for call in m.world.log[before:]] == ["check", "refit"]
+        m.tried = 2
+        m.settles()
+
+
+def the_refit_is_cancelled(m: RefitMachine, i: int = 0) -> None:
+    """The engine has aborted its requests, and takes one more step before it would swap."""
+    task = m.loop.create_task(m.processes[i].refit(2, "", "in-flight"))
+    while m.world.workers[1].running:
+        m.time_passes(0.001)
+    task.cancel()
+    assert m.loop.run_until_complete(task) == "cancelled"
+    assert m.world.workers[1].label == 1
+
+
+def another_process_cancels_its_refit(m: RefitMachine) -> None:
+    the_refit_is_cancelled(m, 1)
+
+
+def a_second_worker_cannot_be_paused(m: RefitMachine) -> None:
+    m.world.faults["pause", 2] = "refuse"
+    assert m.loop.run_until_complete(m.processes[0].refit(2, "", "in-flight")) == "failed"
+
+
+def a_user_pauses(m: RefitMachine, i: int = 0) -> None:
+    m.loop.run_until_complete(m.processes[i].pause("abort"))
+    m.loop.run_until_complete(m.processes[i].resume())
+
+
+def another_process_pauses(m: RefitMachine) -> None:
+    a_user_pauses(m, 1)
+
+
+def the_workers_sleep(m: RefitMachine) -> None:
+    m.loop.run_until_complete(m.processes[0].sleep(level=1, mode="abort"))
+    m.loop.run_until_complete(m.processes[0].wake())
+
+
+def the_engine_aborts_by_itself(m: RefitMachine) -> None:
+    for worker in m.world.workers.values():
+        worker.end_all("aborted")
+
+
+@pytest.mark.parametrize(
+    ("happens", "orders"),
+    [
+        (the_refit_is_cancelled, True),
+        (another_process_cancels_its_refit, True),
+        (a_second_worker_cannot_be_paused, False),
+        (a_user_pauses, False),
+        (another_process_pauses, False),
+        (the_workers_sleep, True),
+        (the_engine_aborts_by_itself, True),
+    ],
+)
+def test_a_rollout_is_continued_whatever_cuts_it(
+    happens: Callable[[RefitMachine], None], orders: bool
+) -> None:
+    """When the answer arrives, nothing tells what cut it: its worker serves as before."""
+    count = 1 if orders else 2
+    with machine(verifying=True, staging=True, orders=orders, count=count) as m:
+        process = m.processes[0]
+        for worker in m.world.workers.values():
+            worker.load_seconds = 0.02
+        assert m.loop.run_until_complete(process.refit(1)) == "done"
+        work = process.rollouts.generate([1, 2], Sampling(max_tokens=100), n=8)
+        sampling = m.loop.create_task(work)
+        m.time_passes(0.5)
+        m.world.answer_seconds = 2.0
+        happens(m)
+        rollouts = m.loop.run_until_complete(sampling)
+        assert {(r.finish_reason, len(r.token_ids)) for r in rollouts} == {("length", 100)}
+        assert {span.version for r in rollouts for span in r.spans} == {1}
+        assert any(len(r.spans) > 1 for r in rollouts)
         m.tried = 2
         m.settles()
 
@@ -961,6 +528,10 @@ def every_answer_is_believed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rollouts, "_is_attributed", yes)
 
 
+def cut_rollouts_are_returned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rollouts, "resumes", False)
+
+
 def the_engine_admits_every_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sim_fleet, "version_in", lambda _: None)
 
@@ -1061,6 +632,7 @@ def test_late_requests_are_aborted_and_not_served(shape: str, verifying: bool) -
         (versions_go_back, "stack", "goes from 6 to w5"),
         (the_gate_stays_shut, "stack", "shut=True"),
         (every_answer_is_believed, "untainted", "stamped"),
+        (cut_rollouts_are_returned, "stack", "a rollout that nobody aborted"),
     ],
 )
 def test_a_missing_protection_is_noticed(sabotage: Sabotage, shape: str, notices: str) -> None:

@@ -28,8 +28,8 @@ from tests.light.engine import Engine, Pause
 from tests.light.routes import AdminRoutes
 from tests.light.weights import LightWorker
 from tests.stack.policies import perturbed
+from tests.unit.fleet.refit_machine import RefitMachine, machine
 from tests.unit.fleet.sim_fleet import SimUpdate, SimWorker
-from tests.unit.fleet.test_refit_machine import RefitMachine, machine
 
 BOTH = {"weights", "kv_cache"}
 

@@ -6,7 +6,7 @@ import pytest
 
 from rollway.fleet.stages import split_in_shares, split_in_stages
 from rollway.rollout.sampling import Sampling
-from tests.unit.fleet.test_refit_machine import machine
+from tests.unit.fleet.refit_machine import machine
 
 
 def get_role(worker: str) -> str:

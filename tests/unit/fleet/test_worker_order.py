@@ -15,8 +15,9 @@ from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode
 from rollway.versions import taint_of
 from tests.unit.fleet import sim_fleet
+from tests.unit.fleet.coordinator import Coordinator
+from tests.unit.fleet.refit_machine import RefitMachine, machine
 from tests.unit.fleet.sim_fleet import SimUpdate
-from tests.unit.fleet.test_refit_machine import Coordinator, RefitMachine, machine
 
 ORDERS = {"verifying": True, "staging": True, "orders": True}
 

@@ -1,4 +1,4 @@
-"""A fleet that does what a test tells it to, and checkpoints without an engine."""
+"""A fleet that does what a test tells it to, checkpoints without an engine, and metrics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollway.errors import Unreachable
 from rollway.fleet.report import RefitReport
 from rollway.versions import FleetVersions
+
+PAGE = """# HELP vllm:num_requests_running Requests, running.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m, of {ours}"} 3.0
+# HELP vllm:num_preemptions_total Cumulative.
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{engine="0"} 1.0
+vllm:num_preemptions_created{engine="0"} 1.7e+09
+# HELP vllm:cache_config_info Information.
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="8192"} 1.0
+# HELP dynamo_component_uptime_seconds Not for prime-rl.
+# TYPE dynamo_component_uptime_seconds gauge
+dynamo_component_uptime_seconds 5
+"""
 
 
 class FakeFleet:
@@ -53,3 +69,15 @@ def write_weights(directory: Path, *names: str, dtype: str = "BF16", value: int 
     body = bytes([value]) * (len(header) * 4 * width)
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + body)
     return directory
+
+
+class FakeHttp:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.silent = ""
+
+    async def get_text(self, url: str, *, timeout: float) -> str:
+        self.asked.append(url)
+        if self.silent and url.startswith(self.silent):
+            raise Unreachable("it hangs")
+        return PAGE

@@ -17,6 +17,7 @@ from rollway.integrations.prime_rl.check import (
     make_toml,
     read_toml,
 )
+from rollway.integrations.prime_rl.client import DynamoAdminAPI, read_config, setup_admin_api
 
 CLIENT = """
 [orchestrator.model.client]
@@ -36,7 +37,15 @@ def test_what_config_prints_has_no_problem(generation: Generation) -> None:
     [
         ("", "orchestrator.model.client"),
         (CLIENT + "[inference]\n", "inference"),
-        (CLIENT + "[weight_broadcast]\ntype = 'nccl'\n", "weight_broadcast.type"),
+        (
+            CLIENT + "[weight_broadcast]\ntype = 'nccl'\n",
+            "weight_broadcast.inference_world_size",
+        ),
+        (CLIENT + "[weight_broadcast]\ntype = 'mx_refit'\n", "weight_broadcast.type"),
+        (
+            CLIENT + "[weight_broadcast]\ntype = 'nccl'\n[trainer.model]\nlora = {rank = 8}\n",
+            "weight_broadcast.type",
+        ),
         (CLIENT + "[trainer.weight_broadcast]\ntype = 'nixl'\n", "weight_broadcast.port"),
         (CLIENT + "[weight_broadcast]\nkeep_recent = 2\n", "weight_broadcast.keep_recent"),
         (
@@ -44,6 +53,7 @@ def test_what_config_prints_has_no_problem(generation: Generation) -> None:
             "weight_broadcast.quantize_in_weight_transfer",
         ),
         (CLIENT + "backend = 'dynamo'\ndynamo = {}\n", "orchestrator.model.client.backend"),
+        (CLIENT + "rl_base_url = ['http://gw:8001']\n", "orchestrator.model.client.backend"),
         (CLIENT + "elastic = {hostname = 'a'}\n", "orchestrator.model.client.elastic"),
         (CLIENT.replace("8100/v1", "8100/v1/rl"), "orchestrator.model.client.admin_base_url"),
         (
@@ -57,6 +67,14 @@ def test_a_problem_is_named_by_its_key(text: str, key: str) -> None:
     problems = find_problems(tomllib.loads(text))
     assert key in [problem.key for problem in problems]
     assert all(problem.cause and problem.fix for problem in problems)
+
+
+def test_the_config_of_june_names_its_backend() -> None:
+    """Without it, June's client would send the calls of vLLM's server to Dynamo."""
+    toml = tomllib.loads(make_toml("m", "http://gw:8000/v1", "http://gw:8100/v1", "june"))
+    config = read_config(toml["orchestrator"]["client"])
+    assert config.backend == "dynamo" and config.rl_base_url == ["http://gw:8100"]
+    assert isinstance(setup_admin_api(config), DynamoAdminAPI)
 
 
 def test_steps_may_be_fewer(tmp_path: Path) -> None:
@@ -79,7 +97,11 @@ async def test_addresses_are_asked_for_their_series() -> None:
     async def health(request: web.Request) -> web.Response:
         return web.json_response({})
 
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy"}]})
+
     app = web.Application()
+    app.router.add_get("/v1/models", models)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/health", health)
     async with TestServer(app) as server:
@@ -88,5 +110,8 @@ async def test_addresses_are_asked_for_their_series() -> None:
         assert "vllm:*" in problem.cause
         page[0] = 'vllm:num_requests_running{engine="0"} 0\n'
         assert await find_remote_problems(config) == []
+        assert await find_remote_problems({**config, "model": {"name": "policy"}}) == []
+        (problem,) = await find_remote_problems({**config, "model": {"name": "other"}})
+        assert problem.key == "model.name" and "only policy" in problem.cause
     (problem,) = await find_remote_problems(config)
     assert "prime-rl serve" in problem.fix

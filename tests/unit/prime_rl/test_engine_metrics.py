@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollway.errors import Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
@@ -16,21 +15,7 @@ from rollway.integrations.prime_rl.engine_metrics import (
     format_gauges,
     join_pages,
 )
-
-PAGE = """# HELP vllm:num_requests_running Requests, running.
-# TYPE vllm:num_requests_running gauge
-vllm:num_requests_running{engine="0",model_name="m, of {ours}"} 3.0
-# HELP vllm:num_preemptions_total Cumulative.
-# TYPE vllm:num_preemptions_total counter
-vllm:num_preemptions_total{engine="0"} 1.0
-vllm:num_preemptions_created{engine="0"} 1.7e+09
-# HELP vllm:cache_config_info Information.
-# TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="8192"} 1.0
-# HELP dynamo_component_uptime_seconds Not for prime-rl.
-# TYPE dynamo_component_uptime_seconds gauge
-dynamo_component_uptime_seconds 5
-"""
+from tests.unit.prime_rl.fakes import PAGE, FakeHttp
 
 
 def read(page: str) -> dict[tuple[str, str], float]:
@@ -69,18 +54,6 @@ class FakeFleet:
 
     async def workers(self, *, fresh: bool) -> list[Worker]:
         return self.listed
-
-
-class FakeHttp:
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.silent = ""
-
-    async def get_text(self, url: str, *, timeout: float) -> str:
-        self.asked.append(url)
-        if self.silent and url.startswith(self.silent):
-            raise Unreachable("it hangs")
-        return PAGE
 
 
 async def test_pollers_share_a_scrape_and_a_silent_worker_costs_only_its_own() -> None:

@@ -62,6 +62,14 @@ class FakeRollouts:
         return [self.answers.pop(0)]
 
 
+def test_a_salt_among_the_sampling_parameters_counts() -> None:
+    """verifiers of August 2026 sends it there; refused, no episode would have an output."""
+    body = {**BODY, "sampling_params": {**BODY["sampling_params"], "cache_salt": "6"}}
+    assert GenerateRequest.read(body, 100).salt == "7"
+    del body["cache_salt"]
+    assert GenerateRequest.read(body, 100).salt == "6"
+
+
 def test_the_captured_request_is_read() -> None:
     request = GenerateRequest.read(BODY, 100)
     assert request.prompt == [4, 5, 6] and request.salt == "7" and request.experts_start == 2

@@ -87,6 +87,7 @@ async def test_every_broadcast_has_a_name_of_its_own(tmp_path: Path) -> None:
     assert await aliases.load("policy", write_adapter(tmp_path, 4)) == "policy@6"
     assert aliases.find("policy@5") == "policy@5" and aliases.find("policy@3") is None
     assert publisher.versions == [1, 2, 3]
+    assert fleet.unloaded == []  # the fleet has unloaded the oldest, and would be asked twice
     (model,) = aliases.list_models("m")
     assert model["id"] == "policy" and model["parent"] == "m"
     assert model["root"] == str(tmp_path / "step_4")

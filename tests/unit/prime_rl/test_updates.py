@@ -94,6 +94,20 @@ async def test_a_client_that_hangs_up_does_not_stop_the_update(steps: Path) -> N
     assert updates.is_open and fleet.versions.current == 1
 
 
+async def test_a_directory_that_was_written_again_is_not_taken_for_a_repeated_call(
+    steps: Path,
+) -> None:
+    """The orchestrator died before /resume; its successor's trainer wrote the step once more."""
+    fleet = FakeFleet()
+    updates = make(fleet, steps)
+    updates.pause()
+    assert [await updates.update("step_1") for _ in range(3)] == [1, 1, 1]
+    (write_weights(steps / "step_1", value=9) / "STABLE").touch()
+    updates.pause()
+    assert [await updates.update("step_1") for _ in range(3)] == [2, 2, 2]
+    assert len(fleet.refits) == 2
+
+
 async def test_a_pause_touches_no_worker(steps: Path) -> None:
     """So none can be left paused by a pause that fails half-way."""
     updates = make(cast(FakeFleet, object()), steps)

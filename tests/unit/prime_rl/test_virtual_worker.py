@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import pytest
 
 from rollway.errors import UsageError
 from rollway.gateway.replies import Refused
+from rollway.integrations.prime_rl.groups import InitRequest
 from rollway.integrations.prime_rl.lora import AdapterAliases
 from rollway.integrations.prime_rl.memory import Memory
 from rollway.integrations.prime_rl.updates import WeightUpdates
@@ -26,6 +28,9 @@ class FakeUpdates:
     async def update(self, name: str, step: int | None = None) -> int:
         self.calls.append((name, step))
         return 1
+
+    async def init_broadcaster(self, read: Callable[[], InitRequest]) -> None:
+        self.calls.append(read())
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -46,12 +51,8 @@ def updates() -> FakeUpdates:
 
 @pytest.fixture
 def worker(updates: FakeUpdates) -> VirtualWorker:
-    return VirtualWorker(
-        "m",
-        cast(WeightUpdates, updates),
-        cast(AdapterAliases, FakeAdapters()),
-        lambda _: Refused(409, "no group"),
-    )
+    adapters = cast(AdapterAliases, FakeAdapters())
+    return VirtualWorker("m", cast(WeightUpdates, updates), adapters)
 
 
 def test_the_listing_has_the_address_that_was_asked(worker: VirtualWorker) -> None:
@@ -91,18 +92,34 @@ async def test_answers_have_the_words_that_clients_wait_for(
         await worker.call_route("load_lora", {"lora_name": "p", "source": {"uri": "s3://b/a"}})
 
 
+async def test_a_group_is_formed_by_both_generations(
+    worker: VirtualWorker, updates: FakeUpdates
+) -> None:
+    arguments = ["10.0.0.1", 29501, 0, 2, 1200, "default"]
+    answer = await worker.call_method({"method": "init_broadcaster", "args": arguments})
+    assert answer == {"results": [None]}
+    body = {
+        "host": "10.0.0.1", "port": 29501, "rank_offset": 0, "inference_world_size": 2,
+        "timeout": 1200, "quantize_in_weight_transfer": False, "engine_rpc": "init_broadcaster",
+    }  # fmt: skip
+    assert (await worker.call_route("init_weights_update_group", body))["status"] == "ok"
+    assert updates.calls == [InitRequest("10.0.0.1", 29501, 2, 1200.0)] * 2
+    with pytest.raises(UsageError, match="no request to form a group"):
+        await worker.call_route("init_weights_update_group", {})
+    body = {"weight_version": "step_7", "weight_dir": "out/step_7"}
+    body["engine_rpc"] = "update_weights_from_path"
+    assert (await worker.call_route("update_weights_from_distributed", body))["status"] == "ok"
+    assert updates.calls[-1] == ("out/step_7", 7)
+
+
 async def test_only_known_methods_are_called(worker: VirtualWorker) -> None:
     for method in ("save_sharded_state", "apply_model", None, ["x"]):
         with pytest.raises(Refused, match="may not be called") as refusal:
             await worker.call_method({"method": method})
         assert refusal.value.status == 403
-    for call in (
-        worker.call_method({"method": "init_broadcaster", "args": ["h", 1]}),
-        worker.call_route("init_weights_update_group", {}),
-        worker.call_route("update_weights_from_distributed", {}),
-    ):
-        with pytest.raises(Refused, match="no group"):
-            await call
+    for route in ("init_weights_update_group", "update_weights_from_distributed"):
+        with pytest.raises(Refused, match="may not be called"):
+            await worker.call_route(route, {"engine_rpc": "save_sharded_state"})
     with pytest.raises(UsageError, match="kwargs"):
         await worker.call_method({"method": "liveness_probe", "kwargs": {"a": 1}})
     with pytest.raises(Refused, match="no route"):

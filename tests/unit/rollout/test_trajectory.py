@@ -127,10 +127,23 @@ async def test_a_rollout_cut_by_a_refit_resumes_with_the_new_weights() -> None:
     assert second["nvext"]["cache_salt"] == "v2"
 
 
-async def test_an_abort_without_a_refit_is_returned_as_aborted() -> None:
-    http = Scripted(make_answer([5], 3, "cancelled"))
-    (rollout,) = await Rollouts(http, "http://f", "m", make_versions()).generate([1, 2, 3])
+async def test_an_abort_is_returned_as_such_only_to_a_caller_that_wants_it() -> None:
+    http = Scripted(make_answer([5], 3, "cancelled"), make_answer([6], 4))
+    rollouts = Rollouts(http, "http://f", "m", make_versions())
+    (rollout,) = await rollouts.generate([1, 2, 3], Sampling(max_tokens=2))
+    assert rollout.finish_reason == "length" and rollout.token_ids == [5, 6]
+    http.script = [make_answer([5], 3, "cancelled")]
+    rollouts.resumes = False
+    (rollout,) = await rollouts.generate([1, 2, 3], Sampling(max_tokens=2))
     assert rollout.finish_reason == "aborted" and rollout.token_ids == [5]
+
+
+async def test_a_rollout_that_is_aborted_whenever_it_is_sent_fails_when_patience_ends() -> None:
+    http = Scripted(make_answer([5], 3, "cancelled"), *[make_answer([], 4, "cancelled")] * 50)
+    rollouts = Rollouts(http, "http://f", "m", make_versions(), patience=0.5)
+    with pytest.raises(RolloutError, match="abort this rollout whenever"):
+        await rollouts.generate([1, 2, 3])
+    assert 2 < len(http.bodies) < 10
 
 
 class Streaming(Scripted):
@@ -161,6 +174,20 @@ async def test_a_stream_refused_before_it_begins_is_retried() -> None:
     http = Streaming(RequestFailed("answered 400", status=400))
     with pytest.raises(RequestFailed):
         await anext(Rollouts(http, "http://f", "m", make_versions()).stream([1, 2, 3]))
+
+
+async def test_a_stream_that_is_aborted_continues_within_its_patience() -> None:
+    nothing = make_answer([], 4, "cancelled")
+    http = Streaming(make_answer([5], 3, "cancelled"), nothing, make_answer([6], 4))
+    rollouts = Rollouts(http, "http://f", "m", make_versions(), patience=0.5)
+    stream = rollouts.stream([1, 2, 3], Sampling(max_tokens=2))
+    *tokens, rollout = [part async for part in stream]
+    assert tokens == [[5], [6]] and isinstance(rollout, Rollout)
+    assert rollout.finish_reason == "length"
+    http.script = [make_answer([], 3, "cancelled")] * 50
+    with pytest.raises(RolloutError, match="abort this rollout whenever"):
+        await anext(rollouts.stream([1, 2, 3]))
+    assert len(http.bodies) < 13
 
 
 async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:

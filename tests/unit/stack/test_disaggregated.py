@@ -10,12 +10,13 @@ import pytest
 
 from rollway.config import load_spec
 from rollway.errors import PortInUse, SpecError, StartError
-from rollway.roles import find_role, name_component
-from rollway.stack import disaggregated, doctor, preset
+from rollway.model_spec import find_role, name_component
+from rollway.stack import doctor, preset
+from rollway.stack import workers as stack_workers
 from rollway.stack.locks import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
 
-HAS_NIXL = disaggregated.has_nixl  # the fixture below replaces it
+HAS_NIXL = stack_workers.has_nixl  # the fixture below replaces it
 APART: dict[str, Any] = {"serving": "disaggregated", "prefill": {}, "decode": {}}
 
 
@@ -23,8 +24,8 @@ APART: dict[str, Any] = {"serving": "disaggregated", "prefill": {}, "decode": {}
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs and RDMA, whose Python has NIXL."""
     monkeypatch.setattr(preset, "list_gpus", list)
-    monkeypatch.setattr(disaggregated, "has_rdma", lambda: False)
-    monkeypatch.setattr(disaggregated, "has_nixl", lambda _: True)
+    monkeypatch.setattr(stack_workers, "has_rdma", lambda: False)
+    monkeypatch.setattr(stack_workers, "has_nixl", lambda _: True)
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_with_gpus_and_rdma_nothing_is_forced_on_ucx(
     plan_for: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preset, "list_gpus", lambda: ["0", "1", "2"])
-    monkeypatch.setattr(disaggregated, "has_rdma", lambda: True)
+    monkeypatch.setattr(stack_workers, "has_rdma", lambda: True)
     model = {"name": "m", **APART, "prefill": {"tensor_parallel": 2}}
     prefill, decode = plan_for(model).by_role("worker")
     assert "UCX_TLS" not in prefill.env and "UCX_NET_DEVICES" not in decode.env
@@ -158,14 +159,14 @@ def test_data_parallel_ranks_count_up_from_the_side_channels_port() -> None:
     spec = load_spec({"models": [{"path": "org/m", **APART, "data_parallel": 3}]})
     ports: Any = Ports()
     model = spec.models[0].roles["prefill"]
-    assert disaggregated.reserve_side_channel(ports, "127.0.0.1", model) == 200
+    assert stack_workers.reserve_side_channel(ports, "127.0.0.1", model) == 200
     assert ports.reserved == [100, 200, 201, 202]
 
 
 def test_a_python_without_nixl_is_named_before_anything_starts(
     plan_for: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disaggregated, "has_nixl", lambda _: False)
+    monkeypatch.setattr(stack_workers, "has_nixl", lambda _: False)
     with pytest.raises(StartError) as refusal:
         plan_for({"name": "m", **APART}, python="/opt/engine/bin/python")
     assert "/opt/engine/bin/python has no module `nixl`" in refusal.value.message

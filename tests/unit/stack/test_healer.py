@@ -17,9 +17,9 @@ from rollway.http import Http
 from rollway.ranks import PlacedWorker
 from rollway.stack import local
 from rollway.stack.children import Children, _make_state
-from rollway.stack.healer import Healer
 from rollway.stack.plan import ProcessPlan
 from rollway.stack.state import WAITS_FOR_REPLICA
+from rollway.stack.supervisor import Healer
 from tests.waiting import stays_async, wait_until_async
 
 RANK = PlacedWorker(

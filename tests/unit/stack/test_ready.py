@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,3 +110,68 @@ async def test_a_headless_rank_is_ready_when_its_rank_zero_has_a_label(
 
 async def test_a_headless_rank_that_knows_no_rank_zero_is_ready_at_once() -> None:
     assert await wait_for_headless(RankZero([]), 0) == ["ready"]
+
+
+class Starting:
+    """A stand-in for a frontend with two workers. The second serves its admin routes after some
+    questions; a listing has both from then on."""
+
+    def __init__(self, questions: int) -> None:
+        self.questions = questions
+        self.listings = 0
+        self.labels: dict[str, int] = {}
+
+    async def post(self, url: str, body: Any, **_: Any) -> dict[str, Any]:
+        server, _, route = url.removeprefix("http://").partition("/engine/")
+        if route == "get_weight_version":
+            if server.endswith("2"):
+                self.questions -= 1
+                if self.questions >= 0:
+                    raise Unreachable("it is not here yet")
+            return {"status": "ok", "version": self.labels.get(server), "version_declared": True}
+        if route == "set_weight_version":
+            self.labels[server] = int(body["weight_version"])
+        return {"status": "ok"}
+
+    async def get(self, url: str, **_: Any) -> dict[str, Any]:
+        if url.endswith("/v1/models"):
+            return {"data": [{"id": "m"}]}
+        self.listings += 1
+        ports = [20001] if self.questions > 0 else [20001, 20002]
+        routes = ["pause_generation", "resume_generation", "get_weight_version"]
+        routes += ["set_weight_version", "model_taints"]
+        return {
+            "workers": [
+                {"instance_id": n, "system_url": f"http://127.0.0.1:{n}", "routes": routes}
+                for n in ports
+            ]
+        }
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[Starting]:
+        yield self
+
+
+async def test_workers_are_listed_only_when_one_that_is_missing_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A listing asks all workers of a stack, and several supervisors may wait for theirs."""
+    monkeypatch.setattr(ready, "_POLL_SECONDS", 0.0)
+    frontend = Starting(questions=50)
+    workers = [
+        ProcessPlan(
+            f"m-{n}", "worker", [], {}, Path("log"), model="m", engine="vllm",
+            admin_url=f"http://127.0.0.1:2000{n}", ports={"system": 20000 + n},
+        )
+        for n in (1, 2)
+    ]  # fmt: skip
+    check = ready.ServingCheck(
+        frontend,  # type: ignore[arg-type]
+        StackPlan("http://127.0.0.1:1", "http://127.0.0.1:1", workers, {}),
+        lambda *_: None,
+        warm_up=False,
+    )
+    ids = await check.wait(workers, set(), on_lost=lambda _: pytest.fail("it is not lost"))
+    assert ids == {"m-1": 20001, "m-2": 20002}
+    assert frontend.labels == {"127.0.0.1:20001": 0, "127.0.0.1:20002": 0}
+    assert frontend.listings == 2

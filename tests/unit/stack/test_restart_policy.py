@@ -9,8 +9,8 @@ import pytest
 from rollway.config import load_spec
 from rollway.http import Http
 from rollway.stack.children import Children
-from rollway.stack.healer import Healer
 from rollway.stack.state import ProcessState
+from rollway.stack.supervisor import Healer
 
 
 @pytest.fixture

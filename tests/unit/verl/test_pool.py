@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 
 from rollway.config import StackSpec
-from rollway.errors import RolloutError, StartError, WeightsError
-from rollway.fleet.discovery import Worker
+from rollway.errors import RolloutError, StackNotRunning, StartError, UsageError, WeightsError
 from rollway.integrations.verl import pool as pool_module
 from rollway.integrations.verl import requests as requests_module
+from rollway.integrations.verl.nodes import make_placement
 from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.requests import Gate, read_log
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import Scores
 from rollway.rollout.trajectory import Rollout, Span
+from rollway.stack.ray.placement import Placement
 from rollway.weights.offer import Offer
 from tests.waiting import settle
 
@@ -430,72 +431,44 @@ async def test_affinity_can_change_while_the_pool_serves(pool: Pool, engines: En
     assert engines.calls == ["generate in g", "generate in t", "generate in None"]
 
 
-class FarNode:
-    """A stand-in for the handle of a Node actor: what it was asked to run, and how it ends."""
+class OnNodes:
+    """A stand-in for a stack on Ray: what it was asked to run, and how it ends."""
 
-    def __init__(self) -> None:
-        self.spec: dict[str, Any] = {}
-        self.calls: list[str] = []
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.fails: Exception | None = None
-        self.start = SimpleNamespace(remote=self._start)
-        self.stop = SimpleNamespace(remote=self._stop)
-        self.wait_until_unsupervised = SimpleNamespace(remote=lambda: self.over)
-        self.replace = SimpleNamespace(remote=self._replace)
-        self.fleet = SimpleNamespace(
-            set_supervisor=lambda replace: setattr(self, "replace_worker", replace),
-            workers=self._workers,
-            pause=self._pause,
-        )
-
-    async def _workers(self) -> list[Any]:
-        return []
-
-    async def _pause(self, mode: str) -> None: ...
-
-    async def _start(self, spec: dict[str, Any]) -> None:
-        self.spec = spec
-        if self.fails is not None:
-            raise self.fails
-
-    async def _stop(self) -> None:
-        self.calls.append("stop")
-
-    async def _replace(self, worker: Worker) -> bool:
-        self.calls.append(f"replace {worker.instance_id}")
-        return worker.instance_id == 7
-
-
-INVITATION = {
-    "discovery": "etcd",
-    "etcd_endpoints": "http://10.0.0.1:2379",
-    "join": {"namespace": "n", "frontend": "http://127.0.0.1:9", "rl": "http://127.0.0.1:9"},
-}
-
-
-@pytest.fixture
-async def far(monkeypatch: pytest.MonkeyPatch, engines: Engines) -> FarNode:
-    """Return the second of two nodes; the first is the pool's, whose stack is a stand-in."""
-    node = FarNode()
+    def __init__(self, engines: Engines) -> None:
+        self.is_running = False
+        self.fails: StartError | None = None
+        self.spec: StackSpec
+        self.placement: Placement
+        self.end: Callable[[StackNotRunning], None]
+        self._fleet = SimpleNamespace(workers=engines.workers, pause=engines.pause)
+        self._engines = engines
 
     @asynccontextmanager
-    async def up(spec: StackSpec) -> AsyncIterator[Any]:
-        node.calls.append(f"pool's stack: seed {spec.models[0].seed} at {spec.frontend.host}")
+    async def up(
+        self, spec: StackSpec, placement: Placement, on_end: Callable[[StackNotRunning], None]
+    ) -> AsyncIterator[Any]:
+        self.spec, self.placement, self.end = spec, placement, on_end
+        if self.fails is not None:
+            raise self.fails
+        self.is_running = True
         yield SimpleNamespace(
             name=spec.name,
             frontend_url="http://127.0.0.1:9",
-            join_spec=INVITATION,
-            rollouts=lambda **_: engines,
+            rollouts=lambda **_: self._engines,
             weights_secret="s",
-            fleet=node.fleet,
+            fleet=self._fleet,
         )
+        self.is_running = False
 
-    monkeypatch.setattr(pool_module, "up", up)
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch, engines: Engines) -> OnNodes:
+    stand_in = OnNodes(engines)
+    monkeypatch.setattr(pool_module, "up_placed", stand_in.up)
     monkeypatch.setattr(pool_module.nodes, "get_own_node", lambda: "one")
     addresses = {"one": "127.0.0.1", "two": "127.0.0.2"}
     monkeypatch.setattr(pool_module.nodes, "get_address", addresses.__getitem__)
-    monkeypatch.setattr(pool_module.nodes, "create_actor", {"two": node}.__getitem__)
-    return node
+    return stand_in
 
 
 def spread_pool(expected: int = 3, **options: Any) -> Pool:
@@ -512,50 +485,71 @@ def spread_pool(expected: int = 3, **options: Any) -> Pool:
 
 async def join_all(pool: Pool) -> list[Any]:
     places = {0: "two", 1: "one", 2: "two"}
-    joins = [pool.join(replica, node, []) for replica, node in reversed(places.items())]
+    joins = [pool.join(replica, [(node, [])]) for replica, node in reversed(places.items())]
     return await asyncio.gather(*joins, return_exceptions=True)
 
 
-async def test_workers_of_another_node_join_the_pools_stack(far: FarNode, pool: Pool) -> None:
+async def test_a_pool_is_one_stack_on_the_nodes_of_its_replicas(nodes: OnNodes, pool: Pool) -> None:
     spread = spread_pool()
     addresses = await join_all(spread)
     assert len(set(addresses)) == 3  # verl treats equal ones as one server
-    spec = StackSpec.model_validate(far.spec)
-    # Nodes are ranked by their first replicas, whichever joined first and wherever the pool is.
-    assert (spec.models[0].replicas, spec.models[0].seed) == (2, 5)
-    assert far.calls == ["pool's stack: seed 7 at 127.0.0.1"]
-    assert spec.admin_host == "127.0.0.2" and spec.etcd_endpoints == "http://10.0.0.1:2379"
-    assert spec.join is not None and spec.join.namespace == "n"
-    assert str(spec.log_dir) == "/logs/hybrid/node-1"
+    # Replicas are ranked as verl ranks them, whichever joined first and wherever the pool is.
+    assert [place.ranks[0].node for place in nodes.placement.replicas] == ["two", "one", "two"]
+    assert nodes.placement.services == "one"
+    assert (nodes.spec.models[0].replicas, nodes.spec.models[0].seed) == (3, 5)
+    assert (nodes.spec.launcher, nodes.spec.discovery) == ("ray", "etcd")
+    assert nodes.spec.ray.on_node_lost == "fail"
+    assert str(nodes.spec.log_dir) == "/logs/hybrid"
     assert (await spread.info()).destination.addresses == {"127.0.0.1", "127.0.0.2"}
-    # The node that runs a worker replaces it.
-    assert await far.replace_worker(Worker(7, "tiny", "http://127.0.0.2:1"))  # type: ignore[attr-defined]
-    assert not await far.replace_worker(Worker(8, "tiny", "http://127.0.0.2:2"))  # type: ignore[attr-defined]
+    assert nodes.is_running
     await spread.shutdown()
-    assert far.calls[-3:] == ["replace 7", "replace 8", "stop"]
+    assert not nodes.is_running
 
 
-async def test_a_node_that_dies_ends_the_run_with_its_cause(far: FarNode, pool: Pool) -> None:
+async def test_a_pool_on_one_node_needs_no_etcd(nodes: OnNodes, pool: Pool) -> None:
+    here = spread_pool(expected=1)
+    await here.join(0, [("one", ["3"])])
+    assert nodes.spec.discovery != "etcd"
+    assert nodes.placement.replicas[0].ranks[0].gpu_ids == ("3",)
+    await here.shutdown()
+
+
+async def test_a_stack_that_ends_ends_the_run_with_its_cause(nodes: OnNodes, pool: Pool) -> None:
     spread = spread_pool()
     await join_all(spread)
     await spread.abort_all_requests()
     waiting = request(spread)
     await settle()
-    far.over.set_exception(RuntimeError("out of\nmemory"))
+    nodes.end(StackNotRunning("The actor that ran the engines of node 127.0.0.2 died: memory"))
     for call in (waiting, spread.refit(make_offer(1), 1), spread.info(), spread.sleep()):
-        with pytest.raises(RolloutError, match=r"node 127\.0\.0\.2"):
+        with pytest.raises(RolloutError, match=r"node 127\.0\.0\.2 died: memory"):
             await asyncio.wait_for(call, 1)
-    with pytest.raises(RolloutError, match="died: out of memory"):
+    with pytest.raises(RolloutError, match="died: memory"):
         await request(spread)
     await spread.shutdown()
 
 
-async def test_a_node_that_cannot_start_fails_the_pool(far: FarNode, pool: Pool) -> None:
-    far.fails = StartError("policy-0 exited with status 1 while the stack was starting.")
-    spread = spread_pool()
-    for result in await join_all(spread):
+async def test_a_stack_that_cannot_start_fails_every_replica(nodes: OnNodes, pool: Pool) -> None:
+    nodes.fails = StartError("On node 127.0.0.2: policy-0 exited with status 1.")
+    for result in await join_all(spread_pool()):
         assert isinstance(result, StartError) and "policy-0" in result.message
-    assert far.calls[-1] == "stop"
+
+
+def test_the_workers_of_a_replica_on_several_nodes_are_its_ranks_there(nodes: OnNodes) -> None:
+    workers = [("one", ["0"]), ("one", ["1"]), ("two", ["6"]), ("two", ["7"])]
+    (place,) = make_placement("m", {3: workers}, "one").replicas
+    assert place.replica == 0  # of the pool; verl counts replicas of other pools, too
+    assert [(rank.node, rank.node_rank, rank.gpu_ids) for rank in place.ranks] == [
+        ("one", 0, ("0", "1")),
+        ("two", 1, ("6", "7")),
+    ]
+    assert all((rank.gpus, rank.cpus) == (0, 0) for rank in place.ranks)  # verl holds them
+
+
+@pytest.mark.parametrize("order", [["one", "two", "two"], ["one", "two", "one", "two"]])
+def test_ranks_that_are_spread_unevenly_are_refused(nodes: OnNodes, order: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"replica 0 are spread unevenly.* 1 on 127\.0\.0\.1"):
+        make_placement("m", {0: [(node, []) for node in order]}, "one")
 
 
 async def test_an_offer_for_another_number_of_receivers_is_refused_with_the_right_one(
@@ -608,20 +602,15 @@ async def test_a_teacher_returns_a_row_for_each_prompt_token(pool: Pool) -> None
 @pytest.mark.parametrize("chosen", [None, "vllm"])
 async def test_a_pool_whose_stack_did_not_start_returns_the_cause(
     pool: Pool,
-    monkeypatch: pytest.MonkeyPatch,
+    nodes: OnNodes,
     capfd: pytest.CaptureFixture[str],
     chosen: str | None,
 ) -> None:
-    @asynccontextmanager
-    async def fails(spec: StackSpec) -> AsyncIterator[Any]:
-        raise StartError("worker-0 exited with status 1.", "Dynamo is not installed.")
-        yield
-
-    monkeypatch.setattr(pool_module, "up", fails)
+    nodes.fails = StartError("worker-0 exited with status 1.", "Dynamo is not installed.")
     pool = spread_pool(expected=2, fallback=chosen)
     assert await pool.failure() == ""
     for result in await asyncio.gather(
-        *(pool.join(replica, "node", []) for replica in range(2)), return_exceptions=True
+        *(pool.join(replica, [("one", [])]) for replica in range(2)), return_exceptions=True
     ):
         assert isinstance(result, StartError)
     assert await pool.failure() == "worker-0 exited with status 1. Dynamo is not installed."

@@ -23,13 +23,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rollway.engine.receivers import reader_for
+from rollway.engine.incoming import reader_for
 from rollway.errors import UsageError, WeightsError
-from rollway.integrations.verl import publish
-from rollway.integrations.verl.publish import WeightSender
+from rollway.integrations.verl import weights as verl_weights
 from rollway.integrations.verl.spec import WeightOptions, find_tied_names
 from rollway.integrations.verl.verl_buckets import WeightStream, iterate
-from rollway.integrations.verl.weights import PoolInfo, UpdateReply
+from rollway.integrations.verl.weights import PoolInfo, UpdateReply, WeightSender
 from rollway.weights.offer import Offer, parse_offer
 from rollway.weights.transports.base import Reader
 from rollway.weights.transports.choose import Destination, open_publisher
@@ -184,7 +183,7 @@ async def test_each_run_has_a_temporary_directory(
         publishers.append(open_publisher(*arguments, **options))
         return publishers[-1]
 
-    monkeypatch.setattr(publish, "open_publisher", open_and_record)
+    monkeypatch.setattr(verl_weights, "open_publisher", open_and_record)
     await make_sender(weights, tmp_path).send(plain(make_tensors(1)), pool, 1)
     (directory,) = (tmp_path / "published").iterdir()
     assert directory.name == "verl-p" and any(directory.iterdir())

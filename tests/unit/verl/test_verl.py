@@ -18,7 +18,6 @@ from rollway.integrations.verl.generation import (
     refuse_media,
 )
 from rollway.integrations.verl.nodes import open_proxy
-from rollway.integrations.verl.publish import choose_adapter_options, strip_base_layer, to_plain
 from rollway.integrations.verl.spec import (
     WHERE_SEPARATE,
     Options,
@@ -27,6 +26,7 @@ from rollway.integrations.verl.spec import (
     parse_options,
     read_options,
 )
+from rollway.integrations.verl.weights import choose_adapter_options, strip_base_layer, to_plain
 from rollway.rollout.trajectory import Rollout, Span
 
 
@@ -68,11 +68,11 @@ def test_replicas_are_workers_of_one_stack_with_verls_engine_settings() -> None:
     model = SimpleNamespace(path="/models/tiny", trust_remote_code=False)
     options = Options(engine_args={"dtype": "float32"}, engine_env={"A": "1"})
     spec = make_stack_spec(
-        rollout_config(), model, options, pool="hybrid", replicas=4, gpus=["0", "1", "2", "3"]
+        rollout_config(), model, options, pool="hybrid", replicas=4, has_gpus=True
     )
     (served,) = spec.models
     assert (served.replicas, served.seed, served.env) == (4, 42, {"A": "1"})
-    assert spec.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert (spec.ray.cpus, spec.ray.gpus) == (0, 0)  # verl's workers hold them
     assert served.args["dtype"] == "float32"  # the user's value overrides verl's
     assert served.args["max-model-len"] == 48
     assert served.args["enable-sleep-mode"] is True
@@ -81,7 +81,12 @@ def test_replicas_are_workers_of_one_stack_with_verls_engine_settings() -> None:
 def test_a_machine_without_gpus_gets_no_settings_for_them() -> None:
     model = SimpleNamespace(path="/models/tiny", trust_remote_code=False)
     spec = make_stack_spec(
-        rollout_config(free_cache_engine=False), model, Options(), pool="p", replicas=1, gpus=[]
+        rollout_config(free_cache_engine=False),
+        model,
+        Options(),
+        pool="p",
+        replicas=1,
+        has_gpus=False,
     )
     assert not {"gpu-memory-utilization", "enforce-eager", "enable-sleep-mode"} & set(
         spec.models[0].args
@@ -93,19 +98,19 @@ def test_unsupported_parallelism_is_refused(field: str) -> None:
     model = SimpleNamespace(path="/models/tiny")
     with pytest.raises(UsageError, match=field):
         make_stack_spec(
-            rollout_config(**{field: 2}), model, Options(), pool="p", replicas=1, gpus=[]
+            rollout_config(**{field: 2}), model, Options(), pool="p", replicas=1, has_gpus=False
         )
 
 
 @pytest.mark.parametrize(("rank", "max_rank"), [(4, 8), (8, 8), (24, 32)])
 def test_engines_are_configured_for_adapters(rank: int, max_rank: int) -> None:
     model = SimpleNamespace(path="/models/tiny", lora_rank=rank, lora={})
-    spec = make_stack_spec(rollout_config(), model, Options(), pool="p", replicas=1, gpus=[])
+    spec = make_stack_spec(rollout_config(), model, Options(), pool="p", replicas=1, has_gpus=False)
     (served,) = spec.models
     assert served.args["enable-lora"] is True and served.args["max-lora-rank"] == max_rank
     assert served.env == {"DYN_LORA_ENABLED": "true"}
     model.lora = {"merge": True}  # the engines get whole weights
-    spec = make_stack_spec(rollout_config(), model, Options(), pool="p", replicas=1, gpus=[])
+    spec = make_stack_spec(rollout_config(), model, Options(), pool="p", replicas=1, has_gpus=False)
     assert "enable-lora" not in spec.models[0].args and not spec.models[0].env
 
 
@@ -117,7 +122,7 @@ def test_any_teacher_key_gives_a_valid_stack_name() -> None:
         Options(),
         pool="teacher_gsm8k (main)_0",
         replicas=1,
-        gpus=[],
+        has_gpus=False,
     )
     assert spec.name.startswith("verl-teacher-gsm8k-main-0-")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollway.engine.receivers import reader_for
+from rollway.engine.incoming import reader_for
 from rollway.errors import RollwayError
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.offer import parse_offer

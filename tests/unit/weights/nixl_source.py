@@ -13,6 +13,10 @@ import torch
 from rollway.weights.offer import Offer
 
 WORD = "a secret of this test"
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Starts processes that have imported torch already, which takes seconds. NIXL is not among the
+modules: its threads do not survive a fork."""
+CONTEXT.set_forkserver_preload([__name__, "rollway.weights.transports.nixl"])
 Tensors = dict[str, torch.Tensor]
 
 
@@ -32,9 +36,8 @@ class Trainer:
     """The test's end of the pipe."""
 
     def __init__(self, **options: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other_end = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other_end, options), daemon=True)
+        self._pipe, other_end = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_serve, args=(other_end, options), daemon=True)
         self.process.start()
         other_end.close()
 

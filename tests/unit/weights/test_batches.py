@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from rollway.weights.digest.checksums import (
 )
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta import packing
+from rollway.weights.transports.delta.installing import apply
 from tests.tensors import noise
 
 GPU = torch.cuda.is_available()
@@ -157,24 +158,26 @@ def test_changes_together_equal_changes_alone(seed: int, way: str) -> None:
 
 @by_each
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("compression", get_args(packing.Compression))
 def test_changes_encoded_together_have_the_same_bytes(
-    seed: int, way: str, monkeypatch: pytest.MonkeyPatch
+    compression: packing.Compression, seed: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when batches are very small."""
     given: list[Any] = [(name, old, new, None) for name, old, new in model(seed)]
     alone = [
-        delta.encode(n, o.cpu(), x.cpu(), version=3, base=2).to_bytes() for n, o, x, _ in given
+        delta.encode(n, o.cpu(), x.cpu(), version=3, base=2, compression=compression).to_bytes()
+        for n, o, x, _ in given
     ]
     monkeypatch.setattr(delta, "pack", None)
     monkeypatch.setattr(delta, "_is_on_gpu", lambda pairs: True)
     for compared, gathered in ((2 << 30, 1 << 25), (1 << 18, 100), (1, 1)):
         monkeypatch.setattr(packing, "_COMPARED", compared)
         monkeypatch.setattr(packing, "_GATHERED", gathered)
-        encoded = delta.encode_all(given, version=3, base=2)
+        encoded = delta.encode_all(given, version=3, base=2, compression=compression)
         assert [change.to_bytes() for change in encoded] == alone
     for (_, old, new, _), change in zip(given, encoded, strict=True):
         room = torch.empty(old.shape, dtype=old.dtype, device=old.device)
-        delta.apply(change, old, room)
+        apply(change, old, room)
         assert torch.equal(raw_bytes(room), raw_bytes(new))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollway.engine.receivers import reader_for
+from rollway.engine.incoming import reader_for
 from rollway.errors import UsageError
 from rollway.orders import SECRET
 from rollway.weights.layout import Box, Piece, Shard
@@ -150,3 +150,20 @@ def test_every_publisher_keeps_the_contract(
                 publisher.publish(4, [half()])
         publisher.cancel()
     assert not (tmp_path / "versions").exists()
+
+
+def test_deltas_within_one_machine_are_not_compressed(tmp_path: Path) -> None:
+    changed = torch.zeros(10_000, dtype=torch.int16)
+    sizes = []
+    for number, (destination, temporary) in enumerate(
+        ((HERE, True), (HERE, False), (ELSEWHERE, True))
+    ):
+        options = {"directory": tmp_path / str(number), "temporary": temporary}
+        with open_publisher("delta", destination, **options) as publisher:  # type: ignore[arg-type]
+            publisher.publish(1, [("a", torch.zeros_like(changed))])
+            changed[::3] = 1
+            publisher.publish(2, [("a", changed)])
+            changed.zero_()
+            delta = publisher.versions.read_manifest(2).delta  # type: ignore[attr-defined]
+            sizes.append(delta.size)
+    assert sizes[0] > 3000 and max(sizes[1:]) < 500

@@ -8,6 +8,7 @@ import torch
 from rollway.weights.copies import copy_all, view_as_words
 from rollway.weights.digest.checksums import DTYPES, digest, digests, raw_bytes
 from rollway.weights.transports.delta import format as delta
+from rollway.weights.transports.delta.installing import apply
 from tests.tensors import noise
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -66,5 +67,5 @@ def test_a_gpu_packs_the_same_change(share: float) -> None:
     here = delta.encode("w", old, new).to_bytes()
     assert delta.encode("w", old.cuda(), new.cuda()).to_bytes() == here
     room = torch.empty_like(old, device="cuda")
-    delta.apply(delta.decode(here), old.cuda(), room)
+    apply(delta.decode(here), old.cuda(), room)
     assert torch.equal(raw_bytes(room).cpu(), raw_bytes(new))

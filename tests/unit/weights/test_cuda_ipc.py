@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollway.engine.receivers import reader_for
+from rollway.engine.incoming import reader_for
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import digest, uses_triton, warm_up
 from rollway.weights.offer import Offer, parse_offer, read_offer

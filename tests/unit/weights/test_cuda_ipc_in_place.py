@@ -22,7 +22,7 @@ from rollway.weights.digest.checksums import word_sum
 from rollway.weights.offer import Offer
 from rollway.weights.sources import from_module
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader, device_memory
-from rollway.weights.transports.cuda_ipc import in_place as in_place_module
+from rollway.weights.transports.cuda_ipc import publisher as in_place_module
 from rollway.weights.transports.cuda_ipc import publisher as publisher_module
 from rollway.weights.transports.cuda_ipc import reader as reader_module
 from rollway.weights.transports.cuda_ipc.device_memory import Handle, Segment

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 import torch
@@ -10,9 +12,11 @@ from hypothesis import strategies as st
 
 from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.weights.digest import changes, checksums
-from rollway.weights.digest.checksums import DTYPES, digest, raw_bytes
-from rollway.weights.transports.delta import format as delta
-from rollway.weights.transports.delta.format import Encoded, apply, decode, encode
+from rollway.weights.digest.checksums import DTYPES, digest, integers, raw_bytes
+from rollway.weights.transports.delta import installing
+from rollway.weights.transports.delta.format import Encoded, decode, encode
+from rollway.weights.transports.delta.installing import apply
+from rollway.weights.transports.delta.packing import Compression
 from tests.tensors import equal_bits, noise
 
 SHAPES = st.one_of(
@@ -32,14 +36,23 @@ def changed(old: torch.Tensor, share: float, seed: int) -> torch.Tensor:
     return new
 
 
-@given(st.sampled_from(sorted(DTYPES)), SHAPES, st.floats(0, 1), st.integers(0, 99))
-@settings(max_examples=300)
+@pytest.mark.parametrize("compression", get_args(Compression))
+@given(st.sampled_from(sorted(DTYPES)), SHAPES, st.floats(0, 1), st.integers(0, 99), st.booleans())
+@settings(max_examples=200)
 def test_an_applied_change_gives_exactly_the_new_tensor(
-    dtype: str, shape: tuple[int, ...], share: float, seed: int
+    compression: Compression,
+    dtype: str,
+    shape: tuple[int, ...],
+    share: float,
+    seed: int,
+    is_near: bool,
 ) -> None:
     old = noise(shape, DTYPES[dtype], seed)
     new = changed(old, share, seed + 7)
-    data = encode("w", old, new, version=5, base=4).to_bytes()
+    if is_near:  # only the lower bytes differ
+        new = torch.where(integers(new) == integers(old), integers(old), integers(old) ^ 5)
+        new = new.view(old.dtype).view(old.shape)
+    data = encode("w", old, new, version=5, base=4, compression=compression).to_bytes()
     staged = torch.empty_like(old)
     kept = old.clone()
     written = apply(decode(data), old, staged)
@@ -196,6 +209,8 @@ def test_false_headers_leave_the_tensor_as_it_was(data: st.DataObject) -> None:
                 "dtype": st.sampled_from([*DTYPES, "F4"]),
                 "base": st.one_of(st.none(), count),
                 "before": st.sampled_from([None, "0" * 32]),
+                "planes": st.one_of(st.none(), count),
+                "compression": st.sampled_from(get_args(Compression)),
             },
         )
     )
@@ -220,12 +235,53 @@ def test_a_decompression_bomb_is_refused() -> None:
         apply(decode(Encoded(header, bomb, good.values).to_bytes()), OLD.clone())
 
 
+def test_changes_of_older_publishers_are_read() -> None:
+    """They have all bytes of each value, and do not say how they are compressed."""
+    old, new = torch.arange(1000, dtype=torch.int16), torch.arange(1000, dtype=torch.int16)
+    new[::50] = 30_000
+    encoded = encode("w", old, new)
+    assert (encoded.header.planes, encoded.header.compression) == (2, "zstd")
+    fields = msgspec.to_builtins(encoded.header)
+    del fields["planes"], fields["compression"]
+    header = msgspec.msgpack.encode(fields)
+    data = b"RWD1" + len(header).to_bytes(4, "little") + header
+    apply(decode(data + bytes(encoded.places) + bytes(encoded.values)), old)
+    assert equal_bits(old, new)
+
+
+def test_small_steps_are_sent_without_their_upper_bytes() -> None:
+    old = noise((100_000,), torch.bfloat16, 1)
+    new = old.clone()
+    new.view(torch.int16)[::100] += 1
+    encoded = encode("w", old, new, compression="none")
+    header = encoded.header
+    assert (header.values, header.planes, header.values_bytes) == ("steps", 1, 1000)
+    assert bytes(encoded.places) == bytes([0, *[99] * 999])
+
+
+def test_a_stream_of_another_size_is_refused() -> None:
+    old, new = torch.zeros(1000, dtype=torch.int16), torch.zeros(1000, dtype=torch.int16)
+    new[::10] = 1
+    good = encode("w", old, new, compression="none")
+    for places, values in (
+        (bytes(good.places) + b"1" * 1000, good.values),
+        (bytes(good.places)[:-1], good.values),
+        (good.places, bytes(good.values)[:-1]),
+        (good.places, bytes(good.values) + b"1"),
+    ):
+        sizes = {"places_bytes": len(places), "values_bytes": len(values)}
+        header = msgspec.structs.replace(good.header, **sizes)
+        with pytest.raises(WeightsError, match=r"wrong size|missing|positions"):
+            apply(decode(Encoded(header, places, values).to_bytes()), old)
+        assert not old.any()
+
+
 def test_a_stream_that_ends_early_is_refused() -> None:
     good = decode(GOOD[0.05])
     values = bytes(good.values)[:-5]
     header = msgspec.structs.replace(good.header, values_bytes=len(values))
     tensor = OLD.clone()
-    with pytest.raises(WeightsError, match="ends too early"):
+    with pytest.raises(WeightsError, match="cannot be decompressed"):
         apply(decode(Encoded(header, good.places, values).to_bytes()), tensor)
     assert equal_bits(tensor, OLD)
 
@@ -276,7 +332,7 @@ def test_an_interrupted_check_reverts_the_change(monkeypatch: pytest.MonkeyPatch
     def broken(tensor: torch.Tensor) -> str:
         raise MemoryError
 
-    monkeypatch.setattr(delta, "digest", broken)
+    monkeypatch.setattr(installing, "digest", broken)
     with pytest.raises(MemoryError):
         apply(encoded, tensor)
     assert equal_bits(tensor, old)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.digest.checksums import integers, word_sum
-from rollway.weights.transports.changes import Changes
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store, batches, unpacking
-from rollway.weights.transports.delta.changed import map_in_order
-from rollway.weights.transports.delta.unpacking import Streams
+from rollway.weights.transports.base import Changes
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store, unpacking, versions
+from rollway.weights.transports.delta.packing import Compression
+from rollway.weights.transports.delta.unpacking import StepStreams, Streams
+from rollway.weights.transports.delta.versions import map_in_order
 
 CPU = torch.device("cpu")
 State = dict[str, Tensor]
@@ -42,8 +44,11 @@ def change(state: State, seed: int, share: float) -> State:
     }
 
 
-def serve(root: Path, state: State) -> tuple[DeltaPublisher, DeltaReader, str]:
-    publisher, reader = DeltaPublisher(Store(root), snapshot_every=100), DeltaReader()
+def serve(
+    root: Path, state: State, compression: Compression = "zstd"
+) -> tuple[DeltaPublisher, DeltaReader, str]:
+    publisher = DeltaPublisher(Store(root), snapshot_every=100, compression=compression)
+    reader = DeltaReader()
     offer = publisher.publish(1, state.items())
     for _ in reader.tensors(offer):
         pass
@@ -71,26 +76,31 @@ def assert_same(left: State, right: State) -> None:
     st.lists(st.integers(1, 3000), min_size=1, max_size=9),
     st.lists(st.sampled_from([0.001, 0.01, 0.2, 1.0]), min_size=1, max_size=3),
     st.sampled_from([8, 64, 1 << 24]),
+    st.sampled_from(get_args(Compression)),
+    st.sampled_from([10, 5000, 1 << 28]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_changes_lead_to_the_offered_version(
     as_on_gpu: bool,
     tmp_path_factory: pytest.TempPathFactory,
     sizes: list[int],
     shares: list[float],
     batch: int,
+    compression: Compression,
+    run: int,
 ) -> None:
     first = make_state(len(sizes), sizes)
-    publisher, reader, served = serve(tmp_path_factory.mktemp("deltas"), first)
+    publisher, reader, served = serve(tmp_path_factory.mktemp("deltas"), first, compression)
     last = first
     for step, share in enumerate(shares):
         last = change(last, step, share)
         offer = publisher.publish(2 + step, last.items())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "BATCH", batch)
+        patch.setattr(unpacking, "BATCH", batch)
+        patch.setattr(versions, "_RUN_BYTES", run)
+        patch.setattr(versions, "_PIECE_BYTES", 1000)
         if as_on_gpu:
-            for module in (batches, unpacking):
-                patch.setattr(module, "uses_numpy", lambda _: False)
+            patch.setattr(unpacking, "uses_numpy", lambda _: False)
         changes = reader.changes(offer, served, 1 << 60)
         if changes.refusal:
             assert "a snapshot is shorter" in changes.refusal
@@ -152,10 +162,10 @@ def test_positions_that_are_wrong_are_refused(
             header = msgspec.structs.replace(header, shape=(50,))
         wrong.append(Streams(header, places, streams.values))
     if as_on_gpu:
-        monkeypatch.setattr(batches, "uses_numpy", lambda _: False)
+        monkeypatch.setattr(unpacking, "uses_numpy", lambda _: False)
     for change_of_one in wrong:
         with pytest.raises(WeightsError, match=r"positions in a change of t\d"):
-            list(batches.Step([*step.changes, change_of_one]).move(CPU))
+            list(StepStreams([*step.changes, change_of_one]).move(CPU))
 
 
 def test_no_thread_works_on_after_an_error() -> None:
@@ -175,7 +185,7 @@ def test_no_thread_works_on_after_an_error() -> None:
 def test_large_deltas_are_patched_in_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollway.weights.transports.delta.reader._WORTH_THREADS", 0)
+    monkeypatch.setattr("rollway.weights.transports.delta.versions._WORTH_THREADS", 0)
     state = make_state(0, [5000] * 8)
     publisher, reader, _ = serve(tmp_path, state)
     last = change(state, 1, 0.05)

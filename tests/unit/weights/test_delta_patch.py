@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, DeltaVersions, Store
-from rollway.weights.transports.delta import format as delta
+from rollway.weights.transports.delta import (
+    DeltaPublisher,
+    DeltaReader,
+    DeltaVersions,
+    Store,
+    installing,
+)
 
 State = dict[str, Tensor]
 
@@ -65,9 +70,9 @@ def test_a_delta_that_is_wrong_in_the_end_is_undone(
         calls.append(arguments)
         if len(calls) == 9:
             raise MemoryError
-        return delta.patch(*arguments)  # type: ignore[arg-type]
+        return installing.patch(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("rollway.weights.transports.delta.reader.patch", fail_later)
+    monkeypatch.setattr("rollway.weights.transports.delta.versions.patch", fail_later)
     with pytest.raises(MemoryError):
         versions.patch(held, steps)
     assert same(held, state(1))

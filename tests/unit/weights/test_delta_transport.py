@@ -349,6 +349,8 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
         DeltaPublisher(store, keep_recent=1, max_off_policy_steps=4)
     with pytest.raises(UsageError, match="snapshot_every"):
         DeltaPublisher(store, snapshot_every=0)
+    with pytest.raises(UsageError, match="no compression lz4"):
+        DeltaPublisher(store, compression="lz4")  # type: ignore[arg-type]
     publisher = DeltaPublisher(store)
     with pytest.raises(UsageError, match="no tensors"):
         publisher.publish(1, [])

@@ -237,3 +237,12 @@ def test_publishers_warm_up_only_where_a_gpu_is_in_use(monkeypatch: pytest.Monke
     assert thread is not None
     thread.join()
     assert calls == [3, thread]
+
+
+def test_parts_of_one_memory_have_a_span() -> None:
+    memory = torch.arange(100, dtype=torch.uint8)
+    parts = [memory[40:50], memory[10:30], memory[:0], memory[52:60]]
+    span = device_copies.find_span(parts)
+    assert span is not None and torch.equal(span, memory[10:60])
+    assert device_copies.find_span([memory[:5], memory[90:95]]) is None, "most of it is no part"
+    assert device_copies.find_span([memory[:5], torch.zeros(5, dtype=torch.uint8)]) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import multiprocessing
 import os
 import signal
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine import receivers
+from rollway.engine import incoming
 from rollway.errors import UsageError, WeightsError
 from rollway.orders import SECRET
 from rollway.weights.layout import Slices
@@ -35,7 +34,7 @@ from tests.children import are_all_threads_stopped
 from tests.tensors import receive, same
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
 from tests.unit.weights.nixl_pieces import held_tensors, nixl
-from tests.unit.weights.nixl_source import WORD, Trainer, tensors_of
+from tests.unit.weights.nixl_source import CONTEXT, WORD, Trainer, tensors_of
 from tests.waiting import stays, wait_until
 
 
@@ -186,7 +185,7 @@ def test_a_receiver_serves_others_when_the_trainer_dies() -> None:
         Trainer(catalog=catalog.url) as trainer,
         # The second holds the trainer while it reads, and the first does not wait for its turn.
         NixlReader(secret=WORD, serve=True, patience=0.5) as first,
-        NixlReader(secret=WORD, window_bytes=5000) as second,
+        NixlReader(secret=WORD, window_bytes=5000, timeout=10) as second,
     ):
         offer = trainer.publish(0)
         tensors = second.tensors(offer)
@@ -290,9 +289,8 @@ def test_ranks_publish_what_they_hold_of_a_module(reader: NixlReader) -> None:
 @nixl
 def test_a_dead_receiver_does_not_disturb_others(reader: NixlReader) -> None:
     with Trainer(keep=1) as trainer:
-        context = multiprocessing.get_context("spawn")
-        near, far = context.Pipe()
-        other = context.Process(target=_receive_one, args=(far, trainer.publish(0)), daemon=True)
+        near, far = CONTEXT.Pipe()
+        other = CONTEXT.Process(target=_receive_one, args=(far, trainer.publish(0)), daemon=True)
         other.start()
         assert near.recv() == "0.weight"
         other.kill()
@@ -385,7 +383,7 @@ def test_a_worker_receives_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     with Trainer() as trainer:
         offer = trainer.publish(0)
         kept: dict[str, Any] = {}
-        receiver = receivers.reader_for(offer, kept)
-        assert receiver is receivers.reader_for(offer, kept)
+        receiver = incoming.reader_for(offer, kept)
+        assert receiver is incoming.reader_for(offer, kept)
         assert set(receiver.headers(offer)) == set(tensors_of(0))
         assert same({n: t.clone() for n, t in receiver.tensors(offer)}, tensors_of(0))

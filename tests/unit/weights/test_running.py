@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollway.weights.digest import running
-from rollway.weights.digest.changes import find_changes
+from rollway.weights.digest import changes
+from rollway.weights.digest.changes import RunningSums, find_changes
 from rollway.weights.digest.checksums import BLOCK, digest, integers, word_sum
-from rollway.weights.digest.running import RunningSums
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 
@@ -44,8 +43,8 @@ def check(old: torch.Tensor, new: torch.Tensor, pool: ThreadPoolExecutor | None 
 def test_small_tensors(dtype: torch.dtype, size: int, places: set[int], seed: int) -> None:
     """Also those with bytes that fill no word, and with slabs of two words."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "_SLAB", 2)
-        patch.setattr(running, "_PART", 4)
+        patch.setattr(changes, "_SLAB", 2)
+        patch.setattr(changes, "_PART", 4)
         old = make(size, dtype, seed)
         other, new = make(size, dtype, seed + 1), old.clone()
         for place in places:
@@ -64,7 +63,7 @@ def test_tensors_of_several_blocks(
     chosen = torch.rand(size, generator=torch.Generator().manual_seed(2)) < share
     new = torch.where(chosen, make(size, dtype, 3), old)
     check(old, new)
-    monkeypatch.setattr(running, "_PART", BLOCK)
+    monkeypatch.setattr(changes, "_PART", BLOCK)
     with ThreadPoolExecutor(3) as pool:
         check(old, new, pool)
 

@@ -11,7 +11,7 @@ import torch
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Offer, parse_offer, read_offer
-from rollway.weights.transports.shared_memory import prepare_directory
+from rollway.weights.transports.entries import prepare_directory
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
 from tests.children import make_dead_writer_mark, start_child
 from tests.tensors import receive, same

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights import weight_writer
 from rollway.weights.checkpoint import STABLE, read_word_sums
 from rollway.weights.device_copies import HostCopier
 from rollway.weights.digest.checksums import DTYPES, raw_bytes, word_sum
+from rollway.weights.transports import files
 from rollway.weights.transports.files import FilesPublisher, FilesReader, save_tensors
 from rollway.weights.untrusted import read_weight_file
 
@@ -64,7 +64,7 @@ def test_safetensors_reads_what_was_written(device: str, seed: int, tmp_path: Pa
 def test_a_header_that_is_full_begins_another_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_writer, "HEADER_BYTES", 2048)
+    monkeypatch.setattr(files, "HEADER_BYTES", 2048)
     state = {f"layer.{number}.weight": torch.ones(4) for number in range(50)}
     save_tensors(tmp_path, state.items(), 1 << 30)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -103,7 +103,7 @@ def test_chunks_of_a_device_reach_the_file(tmp_path: Path) -> None:
     """The way of a GPU's tensors: threads write pieces at their places."""
     state = tensors(7)
     with HostCopier(256, through_chunks=True) as copier:
-        writer = weight_writer.WeightFileWriter(tmp_path / "a.safetensors", copier)
+        writer = files.WeightFileWriter(tmp_path / "a.safetensors", copier)
         for name, tensor in state.items():
             writer.add(name, tensor)
         writer.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollway.integrations.verl.publish import WeightSender
 from rollway.integrations.verl.verl_buckets import drain
+from rollway.integrations.verl.weights import WeightSender
 
 
 async def _send_nothing(self, weights, pool, step):

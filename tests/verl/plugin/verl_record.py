@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from rollway.http import Http
-from rollway.integrations.verl.publish import WeightSender
 from rollway.integrations.verl.requests import Requests
 from rollway.integrations.verl.verl_buckets import iterate
+from rollway.integrations.verl.weights import WeightSender
 
 DIRECTORY = Path(os.environ["ROLLWAY_RECORD"])
 

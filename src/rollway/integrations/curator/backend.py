@@ -73,7 +73,7 @@ class RollwayBackend:
         try:
             if isinstance(source, str) and "://" in source:
                 self._set_address(source)
-                self._wait_for_models(sorted(_expected_models(server)), deadline)
+                self._wait_for_models(sorted(_list_expected_models(server)), deadline)
                 return
             spec = self._make_spec(source)
             self._stack = self._start_stack(spec)
@@ -222,7 +222,7 @@ def find_ray_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
-def _expected_models(server: Any) -> set[str]:
+def _list_expected_models(server: Any) -> set[str]:
     return {str(model.resolved_model_name) for model in server.models}
 
 

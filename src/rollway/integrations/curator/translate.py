@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import SpecError
-from rollway.model_spec import slug
-from rollway.roles import RawArgs
+from rollway.model_spec import RawArgs, slug
 
 NAME_LENGTH = 40
 MIGRATIONS = 3

@@ -51,13 +51,16 @@ def read_toml(file: Path) -> dict[str, Any]:
 def find_problems(config: Mapping[str, Any]) -> list[Problem]:
     """Return what is wrong in the file itself."""
     client, name = _find_client(config)
-    problems = [*_check_client(client, name), *_check_broadcast(config)]
+    problems = list(_check_broadcast(config))
+    if client or _has_orchestrator(config):
+        problems = [*_check_client(client, name), *problems]
     if "inference" in config:
         problems.append(
             Problem(
                 "inference",
                 "prime-rl's launcher would start an inference server of its own.",
-                "Remove the block; the addresses in the client say where to sample.",
+                "Remove the block; the addresses in the client say where to sample. Or keep it, "
+                "and put Rollway's own on PATH: `rollway prime-rl install-shim DIR`.",
             )
         )
     return problems
@@ -74,6 +77,7 @@ async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
             try:
                 await http.get(f"{base}/health", timeout=_PROBE_SECONDS, retry=ONCE)
                 page = await http.get_text(f"{base}/metrics", timeout=_PROBE_SECONDS)
+                listing = await http.get(f"{base}/v1/models", timeout=_PROBE_SECONDS, retry=ONCE)
             except RollwayError as error:
                 fix = "Start `rollway prime-rl serve`, and use the addresses that it prints."
                 problems.append(Problem(key, error.message, fix))
@@ -82,7 +86,20 @@ async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
                 cause = f"{base}/metrics has no vllm:* series, so one episode stays in flight."
                 fix = "Use the server's address, not a frontend's; are its workers vLLM's?"
                 problems.append(Problem(key, cause, fix))
+            problems += _check_model(config, client, [m["id"] for m in listing["data"]])
     return problems
+
+
+def _check_model(
+    config: Mapping[str, Any], client: Mapping[str, Any], served: list[str]
+) -> Iterator[Problem]:
+    """prime-rl asks for its model by name before it starts, and ends if it is not there."""
+    for path in (("orchestrator", "model"), ("model",)):
+        name = _find_table(config, path).get("name")
+        if isinstance(name, str) and name not in served and not client.get("skip_model_check"):
+            cause = f"The server has no model `{name}`, only {', '.join(served)}."
+            fix = "Use that name, or start the stack with `--set models.0.name=…`."
+            yield Problem(".".join((*path, "name")), cause, fix)
 
 
 def make_toml(model: str, url: str, admin_url: str, generation: Generation = "snapshot") -> str:
@@ -120,6 +137,9 @@ def _check_client(client: Mapping[str, Any], name: str) -> Iterator[Problem]:
     if june and "dynamo" in client:
         cause = f"`{june[0]}` is a key of June 2026, `dynamo` of September."
         yield Problem(f"{name}.{june[0]}", cause, "Keep the one that your prime-rl knows.")
+    if "rl_base_url" in client and client.get("backend") != "dynamo":
+        cause = "Without backend, the orchestrator asks for vLLM's routes, and not for Dynamo's."
+        yield Problem(f"{name}.backend", cause, 'Add backend = "dynamo".')
     if not june and isinstance(client.get("base_url"), list):
         cause = "base_url is a list, which only prime-rl of June 2026 accepts."
         yield Problem(f"{name}.base_url", cause, "Write one text.")
@@ -142,11 +162,16 @@ def _check_broadcast(config: Mapping[str, Any]) -> Iterator[Problem]:
         if not isinstance(broadcast, dict):
             continue
         kind = broadcast.get("type", "filesystem")
-        if kind != "filesystem":
-            cause = f'"{kind}" is not available.'
-            if kind == "nccl" and _has_lora(config):
-                cause = "prime-rl itself refuses NCCL with LoRA."
+        if kind == "nccl" and _has_lora(config):
+            cause = "prime-rl itself refuses NCCL with LoRA."
             yield Problem("weight_broadcast.type", cause, 'Use "filesystem".')
+        if kind == "nccl" and "inference_world_size" not in broadcast:
+            cause = "Without an [inference] block, prime-rl forms a group of one rank."
+            fix = "Set it to the number of ranks of all workers, and start the trainer by itself."
+            yield Problem("weight_broadcast.inference_world_size", cause, fix)
+        if kind in ("nixl", "mx_refit"):
+            cause = f'Only prime-rl\'s own workers read what its "{kind}" trainer lists.'
+            yield Problem("weight_broadcast.type", cause, 'Use "filesystem" or "nccl".')
         if broadcast.get("quantize_in_weight_transfer"):
             cause = "The engine makes its own scales; weights would be quantised twice."
             yield Problem("weight_broadcast.quantize_in_weight_transfer", cause, "Use false.")
@@ -159,14 +184,25 @@ def _check_broadcast(config: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("weight_broadcast.keep_recent", cause, f"Keep at least {steps}.")
 
 
+def _has_orchestrator(config: Mapping[str, Any]) -> bool:
+    """Return whether a file is for the orchestrator, and not for the trainer or an env server
+    alone: they have no client."""
+    return "orchestrator" in config or "train" in config or not {"optim", "env"} & config.keys()
+
+
 def _find_client(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     for path in _CLIENT_TABLES:
-        table: Any = config
-        for part in path:
-            table = table.get(part) if isinstance(table, dict) else None
-        if isinstance(table, dict):
+        if table := _find_table(config, path):
             return table, ".".join(path)
     return {}, ".".join(_CLIENT_TABLES[0])
+
+
+def _find_table(config: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return the table at a path; an empty one if there is none."""
+    table: Any = config
+    for part in path:
+        table = table.get(part) if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else {}
 
 
 def _find_off_policy_steps(config: Mapping[str, Any]) -> int:

@@ -13,6 +13,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Sequence
@@ -22,17 +23,18 @@ from typing import Literal, get_args
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import Checkpoint, check_checkpoint, read_config
+from rollway.weights.layout import is_kernel_layout
 
 Marker = Literal["either", "STABLE", ".finished"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)
 _STEP = re.compile(r"step[_-](\d{1,15})")
 _FILES = (".safetensors", ".json")
+FileStamp = tuple[tuple[str, int, int], ...]
+"""Name, time and size of the files in a directory, without the markers."""
 _MARKER_SECONDS = 10.0
 """How long a marker may take to appear: the orchestrator has seen it, possibly on another machine,
 and network file systems show new files a few seconds later."""
 _POLL_SECONDS = 0.2
-# Names of vLLM's fused kernels and of their scales: weights that the trainer has quantised.
-_KERNEL_NAMES = re.compile(r"(w13_weight|w2_weight|weight_scale(_inv)?|_scale_inv)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +63,29 @@ class BroadcastRules:
         checkpoint = await asyncio.to_thread(
             check_checkpoint, path, roots=self.allowed_roots, whole=False, needs_config=False
         )
-        quantised = sorted(filter(_KERNEL_NAMES.search, checkpoint.tensors))
-        if quantised or any(t.dtype.startswith("F8") for t in checkpoint.tensors.values()):
-            first = quantised[0] if quantised else "an FP8 tensor"
+        tensors = checkpoint.tensors
+        quantised = [name for name, t in tensors.items() if is_kernel_layout(name, t.dtype)]
+        if quantised:
             raise UsageError(
-                f"{path} has weights in a kernel's layout ({first}). The engine makes its own "
-                "scales, so they would be quantised twice.",
+                f"{path} has weights in a kernel's layout ({min(quantised)}). The engine makes its "
+                "own scales, so they would be quantised twice.",
                 "Broadcast plain bf16 weights: quantize_in_weight_transfer = false.",
             )
         return checkpoint
+
+    def read_stamp(self, name: str) -> FileStamp:
+        """Return which files a directory has, and when they were written; none if it is not one
+        that may be read."""
+        with contextlib.suppress(UsageError, OSError):
+            entries = [(f.name, f.stat()) for f in self._resolve(name).iterdir()]
+            return tuple(
+                sorted(
+                    (file, stat.st_mtime_ns, stat.st_size)
+                    for file, stat in entries
+                    if file.endswith(_FILES)
+                )
+            )
+        return ()
 
     @property
     def allowed_roots(self) -> list[Path]:

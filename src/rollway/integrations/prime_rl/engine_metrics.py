@@ -34,30 +34,32 @@ class EngineMetrics:
     fleet: Fleet
     shared_seconds: float = SHARED_SECONDS
     _labels: dict[str, int] = field(default_factory=dict)
-    _scrape: asyncio.Task[str] | None = None
+    _scrape: asyncio.Task[dict[str, str]] | None = None
     _ended: float = 0.0
 
-    async def read(self) -> str:
-        """Return the series of all workers that answer in time."""
+    async def read(self, worker: Worker | None = None) -> str:
+        """Return the series of all workers that answer in time, or of one of them."""
         is_old = time.monotonic() - self._ended > self.shared_seconds
         if self._scrape is None or (self._scrape.done() and is_old):
             self._scrape = asyncio.create_task(self._read_all())
-        return await asyncio.shield(self._scrape)  # others may wait for the same scrape
+        pages = await asyncio.shield(self._scrape)  # others may wait for the same scrape
+        if worker is not None:
+            label = self._label(worker)
+            pages = {label: pages.get(label, "")}
+        return join_pages(pages)
 
     async def close(self) -> None:
         if self._scrape is not None:
             self._scrape.cancel()
             await asyncio.gather(self._scrape, return_exceptions=True)
 
-    async def _read_all(self) -> str:
+    async def _read_all(self) -> dict[str, str]:
         try:
             workers = [w for w in await self.fleet.workers(fresh=False) if w.error is None]
             pages = await asyncio.gather(*map(self._read_one, workers))
-            return join_pages(
-                {self._label(w): page for w, page in zip(workers, pages, strict=True)}
-            )
+            return {self._label(w): page for w, page in zip(workers, pages, strict=True)}
         except RollwayError:
-            return ""  # the listing does not answer; the rest of the page is still worth reading
+            return {}  # the listing does not answer; the rest of the page is still worth reading
         finally:
             self._ended = time.monotonic()
 

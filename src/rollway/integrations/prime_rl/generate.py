@@ -27,10 +27,10 @@ FLOOR = -9999.0
 """What vLLM and Dynamo write for a log-prob that is unknown or too small."""
 _ATTEMPTS = 3
 _MAX_SALT = 256
-# Fields that change nothing here: ids are returned anyway, and nothing is detokenized.
+# Fields that change no sampling: ids are returned anyway, and nothing is detokenized.
 _WITHOUT_EFFECT = {
     *("return_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "detokenize"),
-    *("logprobs", "prompt_logprobs", "routed_experts_prompt_start", "output_kind"),
+    *("logprobs", "prompt_logprobs", "routed_experts_prompt_start", "output_kind", "cache_salt"),
 }
 _SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -78,7 +78,8 @@ class GenerateRequest:
             model=_read_text(body, "model"),
             prompt=prompt,
             sampling=_read_sampling(params, room, routed_experts),
-            salt=_read_text(body, "cache_salt"),
+            # verifiers of August 2026 leaves it among the sampling parameters.
+            salt=_read_text(body, "cache_salt") or _read_text(params, "cache_salt"),
             # 0 asks too, for the prompt's own tokens alone.
             wants_prompt_logprobs=params.get("prompt_logprobs", -1) >= 0,
             experts_start=_read_start(params.get("routed_experts_prompt_start", 0), len(prompt)),
@@ -119,7 +120,7 @@ class Scorer(Sender):
                     trajectory.add(completion, ticket.version)
                     rollout = trajectory.rollout(completion.finish_reason, ticket.version)
                     return rollout, flatten(raw, request.prompt)
-                await attempt.retry_elsewhere(ticket)
+                await attempt.retry_elsewhere(ticket, completion)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class AdapterAliases:
             known = self.memory.record.adapters.get(name)
             number = self._choose_number(known, path)
             served_name(name, number)  # refuses a name that an engine cannot have
+            own = set(self.fleet.adapters.loaded)  # the fleet unloads these itself
             try:
                 served = await self._load(name, number, path, config)
             except (UsageError, WeightsError):
@@ -83,7 +84,8 @@ class AdapterAliases:
             older = [] if known is None else [*known.older, known.number]
             self.memory.record.adapters[name] = LoadedAdapter(number, str(path), older[1 - KEEP :])
             self.memory.save()
-            await self._unload_forgotten(name, older[: 1 - KEEP])
+            dropped = {served_name(name, number) for number in older[: 1 - KEEP]}
+            await self._unload_forgotten(dropped - own)
         return served
 
     async def unload(self, name: str) -> None:
@@ -124,15 +126,13 @@ class AdapterAliases:
             await self._publisher.wait(offer.version)
         return served
 
-    async def _unload_forgotten(self, name: str, numbers: list[int]) -> None:
-        """Unload versions of an earlier process of this server; the fleet unloads its own."""
-        for number in numbers:
-            served = served_name(name, number)
-            if served not in self.fleet.adapters.loaded:
-                try:
-                    await self.fleet.unload_adapter(served)
-                except RollwayError as error:
-                    log.warning("%s may still be loaded: %s", served, error)
+    async def _unload_forgotten(self, names: Iterable[str]) -> None:
+        """Unload versions of an earlier process of this server."""
+        for served in names:
+            try:
+                await self.fleet.unload_adapter(served)
+            except RollwayError as error:
+                log.warning("%s may still be loaded: %s", served, error)
 
 
 def _read_tensors(path: Path) -> dict[str, Any]:

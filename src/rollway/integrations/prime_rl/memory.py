@@ -31,6 +31,20 @@ class LoadedAdapter(msgspec.Struct):
     """Numbers of versions that may still be loaded."""
 
 
+class JoinedGroup(msgspec.Struct):
+    """The trainer's group that the workers are in, and the last broadcast by it."""
+
+    identity: str
+    host: str
+    port: int
+    seats: dict[int, int]
+    """By the id of a worker, the number of ranks before its own."""
+    directory: str = ""
+    """The directory of the last broadcast."""
+    offered: str = ""
+    """The identity under which workers were told to receive it."""
+
+
 class Record(msgspec.Struct):
     """The state of one server."""
 
@@ -42,6 +56,9 @@ class Record(msgspec.Struct):
     step: int | None = None
     version: int | None = None
     adapters: dict[str, LoadedAdapter] = {}
+    group: JoinedGroup | None = None
+    session: str | None = None
+    """The trainer's session, if it broadcasts by NIXL."""
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@
     admin      POST /pause /update_weights /resume /init_broadcaster
                POST /load_lora_adapter /unload_lora_adapter
                GET /v1/rl/workers   POST /collective_rpc /engine/*   (`virtual_worker`)
+               POST /workers/<key>/engine/*   GET …/health …/metrics   (`per_worker`)
     both       GET /health /liveness /v1/models /metrics
+               POST, GET /v1/rollway/trainer_logprobs
 
 The handlers translate between HTTP and the parts that decide: `updates`, `lora`, `generate`,
 `engine_metrics`. Admin calls need an operator's token where tokens are set. prime-rl repeats any
@@ -18,7 +20,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -33,12 +37,15 @@ from rollway.gateway.requests import parse
 from rollway.gateway.server import Gateway
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics, format_gauges
 from rollway.integrations.prime_rl.generate import GenerateRequest, Generator, Scorer
+from rollway.integrations.prime_rl.groups import read_request
 from rollway.integrations.prime_rl.lora import AdapterAliases
+from rollway.integrations.prime_rl.per_worker import WorkerParts
 from rollway.integrations.prime_rl.token_chat import (
     has_token_data,
     make_chat_reply,
     read_token_chat,
 )
+from rollway.integrations.prime_rl.trainer_logprobs import MismatchRecord
 from rollway.integrations.prime_rl.updates import WeightUpdates
 from rollway.integrations.prime_rl.virtual_worker import VirtualWorker
 from rollway.rollout.client import Rollouts
@@ -68,6 +75,9 @@ class PrimeRl:
     experts: int | None = None
     """The number of experts of the model, if replies carry those of each token."""
     plane: Plane = "both"
+    parts: WorkerParts | None = None
+    """Lists each worker by itself; without it, the fleet is one virtual worker."""
+    mismatches: MismatchRecord = field(default_factory=MismatchRecord)
     gateway: Gateway | None = None
     """Answers chats; set once it is made."""
     _generators: dict[str, Generator] = field(default_factory=dict)
@@ -84,6 +94,9 @@ class PrimeRl:
             ("/metrics", self.show_metrics),
         ):
             router.add_get(path, handler)
+        path = "/v1/rollway/trainer_logprobs"
+        router.add_post(path, _for_operators(self.compare_logprobs))
+        router.add_get(path, _for_operators(self.show_mismatch))
         if self.plane != "admin":
             router.add_post("/inference/v1/generate", self.generate)
             router.add_post("/v1/chat/completions", self.chat)
@@ -100,7 +113,12 @@ class PrimeRl:
                 router.add_post(path, _for_operators(handler))
             router.add_get("/v1/rl/workers", self.list_workers)
             router.add_post("/collective_rpc", _for_operators(self.call_method))
-            router.add_post("/engine/{route}", _for_operators(self.call_route))
+            router.add_post("/engine/{route:.+}", _for_operators(self.call_route))
+            if self.parts is not None:
+                router.add_get("/workers/{worker}/health", self.show_worker_health)
+                router.add_get("/workers/{worker}/metrics", self.show_worker_metrics)
+                path = "/workers/{worker}/engine/{route}"
+                router.add_post(path, _for_operators(self.call_worker_route))
 
     async def admit(self, request: web.Request) -> None:
         """Let requests for new tokens wait at the gate."""
@@ -139,6 +157,7 @@ class PrimeRl:
         )
         generator = self._get_generator(self.find_model(wanted.model))
         reply = await generator.answer(wanted, self._name_session(request))
+        self.mismatches.remember(reply)
         return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -152,6 +171,7 @@ class PrimeRl:
         wanted = read_token_chat(body, self.context_length, routed_experts=self.experts is not None)
         generator = self._get_generator(self.find_model(wanted.model))
         reply = await generator.answer(wanted, self._name_session(request))
+        self.mismatches.remember(reply)
         text = await self.gateway.template.decode(reply["choices"][0]["token_ids"])
         chat = make_chat_reply(body, wanted, reply, text)
         return web.Response(body=msgspec.json.encode(chat), content_type="application/json")
@@ -224,8 +244,17 @@ class PrimeRl:
                 ("rollway_weight_version", "Its weight version.", record.version or 0),
             ]
         )
-        text = await self.metrics.read() + own
+        text = await self.metrics.read() + own + self.mismatches.format()
         return web.Response(text=text, content_type="text/plain")
+
+    async def compare_logprobs(self, request: web.Request) -> web.Response:
+        assert self.gateway is not None
+        work = partial(self.mismatches.read, request[BODY])
+        batch = await self.gateway.run_work(request, work, "Comparing log-probs")
+        return json_response(self.mismatches.add(batch))
+
+    async def show_mismatch(self, request: web.Request) -> web.Response:
+        return json_response(self.mismatches.as_json())
 
     async def _list_answering(self, *, fresh: bool = False) -> list[Worker]:
         try:
@@ -247,10 +276,7 @@ class PrimeRl:
         body = _read_object(request)
         directory = body.get("weight_dir")
         if not isinstance(directory, str) or not directory:
-            raise UsageError(
-                "weight_dir is missing: this server reads broadcasts from files.",
-                'Set weight_broadcast.type = "filesystem".',
-            )
+            raise UsageError("weight_dir is missing.", "Send the directory of the broadcast.")
         version = await self.updates.update(directory)
         return json_response({"status": "ok", "weight_version": version})
 
@@ -259,21 +285,15 @@ class PrimeRl:
         return json_response({"status": "resumed"})
 
     async def init_broadcaster(self, request: web.Request) -> web.Response:
-        """Refuse a transport that this server does not have. prime-rl ignores the answer, so the
-        next `/pause` has it too."""
-        raise self._refuse_broadcaster(_read_object(request))
-
-    def _refuse_broadcaster(self, body: Mapping[str, Any]) -> Refused:
-        kind = "nixl" if "session_id" in body else "nccl"
-        cause = (
-            f'weight_broadcast.type = "{kind}" is not available: this server reads broadcasts '
-            'from files. Set weight_broadcast.type = "filesystem".'
-        )
-        self.updates.broadcaster_failure = cause
-        return Refused(409, cause)
+        """Form the group for broadcasts. prime-rl ignores the answer, so the next `/pause` has a
+        failure too."""
+        body = _read_object(request)
+        await self.updates.init_broadcaster(lambda: read_request(body))
+        return json_response({"status": "ok"})
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         name, directory = _read_texts(request, "lora_name", "lora_path")
+        self.updates.refuse_adapters()
         try:
             served = await self.adapters.load(name, directory)
         except WeightsError as error:
@@ -288,9 +308,11 @@ class PrimeRl:
     # --- for generations that discover workers ---------------------------------------------------
 
     async def list_workers(self, request: web.Request) -> web.Response:
+        virtual, origin = self._make_worker(), _find_origin(request)
+        if self.parts is not None:
+            return json_response(await self.parts.list_workers(virtual, origin))
         error = "" if await self._list_answering() else "no worker answers yet"
-        origin = f"{request.scheme}://{request.host}"
-        return json_response(self._make_worker().list_workers(origin, error))
+        return json_response(virtual.list_workers(origin, error))
 
     async def call_method(self, request: web.Request) -> web.Response:
         return json_response(await self._make_worker().call_method(_read_object(request)))
@@ -299,8 +321,25 @@ class PrimeRl:
         name = request.match_info["route"]
         return json_response(await self._make_worker().call_route(name, _read_object(request)))
 
+    async def call_worker_route(self, request: web.Request) -> web.Response:
+        assert self.parts is not None
+        key, name = request.match_info["worker"], request.match_info["route"]
+        virtual, body = self._make_worker(), _read_object(request)
+        return json_response(await self.parts.call_route(virtual, key, name, body))
+
+    async def show_worker_health(self, request: web.Request) -> web.Response:
+        assert self.parts is not None
+        await self.parts.find_worker(request.match_info["worker"])
+        return json_response({"status": "ok"})
+
+    async def show_worker_metrics(self, request: web.Request) -> web.Response:
+        """Show the series of one worker: a client that reads every worker's adds them up."""
+        assert self.parts is not None
+        worker = await self.parts.find_worker(request.match_info["worker"])
+        return web.Response(text=await self.metrics.read(worker), content_type="text/plain")
+
     def _make_worker(self) -> VirtualWorker:
-        return VirtualWorker(self.model, self.updates, self.adapters, self._refuse_broadcaster)
+        return VirtualWorker(self.model, self.updates, self.adapters)
 
 
 def _for_operators(handler: Handler) -> Handler:
@@ -317,6 +356,16 @@ def _for_operators(handler: Handler) -> Handler:
         return await handler(request)
 
     return check
+
+
+def _find_origin(request: web.Request) -> str:
+    """Return this server's address as the caller used it; never 0.0.0.0, which means another
+    machine to everybody who reads it."""
+    host = request.host
+    if urlsplit(f"//{host}").hostname in ("0.0.0.0", "::") and request.transport is not None:
+        address, port = request.transport.get_extra_info("sockname")[:2]  # of this connection
+        host = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    return f"{request.scheme}://{host}"
 
 
 def _read_object(request: web.Request) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,12 +25,15 @@ from rollway.gateway.server import Gateway
 from rollway.http import Http
 from rollway.integrations.prime_rl.directories import BroadcastRules, Marker
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics
+from rollway.integrations.prime_rl.groups import Broadcaster, BroadcastType
 from rollway.integrations.prime_rl.lora import AdapterAliases
 from rollway.integrations.prime_rl.memory import Memory, find_file, hold_alone
+from rollway.integrations.prime_rl.per_worker import WorkerParts
 from rollway.integrations.prime_rl.routes import PrimeRl
 from rollway.integrations.prime_rl.updates import GATE_SECONDS, WeightUpdates
 from rollway.stack.state import StackDir
-from rollway.weights.checkpoint import read_config
+from rollway.weights.checkpoint import read_config, read_headers
+from rollway.weights.layout import ELEMENT_BYTES
 
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -45,6 +49,9 @@ class ServeOptions:
     output_dir: Path | None = None
     marker: Marker = "either"
     gate_seconds: float = GATE_SECONDS
+    weight_broadcast: BroadcastType = "auto"
+    per_worker: bool = False
+    """Whether the listing names each worker, and not one that stands for all."""
 
 
 async def serve(options: ServeOptions, access: Access, tls: ssl.SSLContext | None = None) -> None:
@@ -82,15 +89,23 @@ async def extend(stack: Stack, gateway: Gateway, options: ServeOptions) -> Async
         experts = count_experts(Path(path))
     with hold_alone(file):
         memory = Memory(file, run)
+        broadcaster = Broadcaster(
+            fleet,
+            memory,
+            stack.weights_secret,
+            partial(count_model_bytes, stack.find_checkpoint(gateway.model)),
+            options.weight_broadcast,
+        )
         async with Http() as http:
             extension = PrimeRl(
                 stack,
                 gateway.model,
                 gateway.context_length,
-                WeightUpdates(fleet, rules, memory, options.gate_seconds),
+                WeightUpdates(fleet, rules, memory, options.gate_seconds, broadcaster=broadcaster),
                 AdapterAliases(fleet, rules, memory, partial(stack.publisher, model=gateway.model)),
                 EngineMetrics(http, fleet),
                 experts,
+                parts=WorkerParts(fleet) if options.per_worker else None,
             )
             extension.gateway = replace(gateway, extension=extension)
             try:
@@ -106,6 +121,17 @@ def split_planes(gateway: Gateway) -> tuple[Gateway, Gateway]:
     rollouts = replace(gateway, extension=replace(gateway.extension, plane="rollouts"))
     admin = replace(gateway.extension, plane="admin")
     return rollouts, replace(gateway, extension=admin, connections=Connections())
+
+
+def count_model_bytes(path: str | None) -> int:
+    """Return the size of the served model's tensors."""
+    if path is None or not Path(path).is_dir():
+        raise UsageError(
+            "The size of the model is unknown, because its checkpoint directory is.",
+            "Start the stack from a checkpoint directory, or broadcast by files.",
+        )
+    headers = read_headers(Path(path)).values()
+    return sum(math.prod(header.shape) * ELEMENT_BYTES[header.dtype] for header in headers)
 
 
 def count_experts(model: Path) -> int:

@@ -22,14 +22,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from rollway.errors import RollwayError, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
+from rollway.fleet.updates import Weights
 from rollway.gateway.replies import Refused
-from rollway.integrations.prime_rl.directories import BroadcastRules, read_step
+from rollway.integrations.prime_rl.directories import BroadcastRules, FileStamp, read_step
+from rollway.integrations.prime_rl.groups import Broadcaster, GroupUpdate, InitRequest
 from rollway.integrations.prime_rl.memory import Memory, Phase
 
 log = logging.getLogger(__name__)
@@ -37,6 +42,10 @@ log = logging.getLogger(__name__)
 GATE_SECONDS = 1800.0
 """How long a request waits at the gate. prime-rl gives an update 2 × 720 s."""
 MODE: RefitMode = "in-flight"
+_GROUP_HINT = (
+    "A trainer that was started again needs /init_broadcaster first; for one that broadcasts "
+    "files, restart the server with --weight-broadcast filesystem."
+)
 
 
 @dataclass(slots=True)
@@ -44,6 +53,7 @@ class _Running:
     """An update under way, or the last one."""
 
     directory: str
+    stamp: FileStamp
     task: asyncio.Task[int]
 
     @property
@@ -53,6 +63,11 @@ class _Running:
     @property
     def has_succeeded(self) -> bool:
         return self.is_done and not self.task.cancelled() and self.task.exception() is None
+
+    def has_served(self, directory: str, stamp: FileStamp) -> bool:
+        """Return whether it has served these files. The same directory may have others by now, of
+        a run that was resumed."""
+        return self.has_succeeded and (self.directory, self.stamp) == (directory, stamp)
 
 
 @dataclass(slots=True)
@@ -69,6 +84,9 @@ class WeightUpdates:
     failures: int = 0
     broadcaster_failure: str = ""
     """Why `/init_broadcaster` failed: prime-rl ignores its answer, so the next call has it."""
+    broadcaster: Broadcaster | None = None
+    """Receives broadcasts over a group; without it, all come as files."""
+    _forming: tuple[InitRequest, asyncio.Task[None]] | None = None
     _gate: asyncio.Event = field(default_factory=asyncio.Event)
     _running: _Running | None = None
 
@@ -106,9 +124,54 @@ class WeightUpdates:
             raise Refused(409, cause)
         if self.memory.record.phase != "serving":
             return
+        # What this pause updates is new, also from the same directory.
+        self._running = None
+        if self.memory.record.group is not None:
+            self.memory.record.group.directory = ""
         self._remember("paused")
         self._gate.clear()
-        self._running = None  # what this pause updates is new, also from the same directory
+
+    async def init_broadcaster(self, read: Callable[[], InitRequest]) -> None:
+        """Form the group for broadcasts, within the timeout of the request that `read` returns.
+
+        A failure is also the answer of the next pause. The same request again joins the first."""
+        try:
+            request = read()
+            if self.broadcaster is None:
+                raise Refused(409, "This server reads broadcasts from files.")
+        except RollwayError as error:
+            self._note_broadcaster(error)
+            raise
+        key = msgspec.structs.replace(request, rank_offset=0)
+        if self._forming is not None and not self._forming[1].done() and self._forming[0] != key:
+            self._forming[1].cancel()  # its trainer is gone: prime-rl forms one group at a time
+        if self._forming is None or self._forming[1].done() or self._forming[0] != key:
+            self._forming = key, asyncio.create_task(self._form(request))
+            self._forming[1].add_done_callback(lambda task: task.cancelled() or task.exception())
+        # Shielded: prime-rl may hang up, and workers would be half joined.
+        await asyncio.shield(self._forming[1])
+
+    async def _form(self, request: InitRequest) -> None:
+        assert self.broadcaster is not None
+        self.broadcaster_failure = ""
+        try:
+            await self.broadcaster.form(request)
+        except RollwayError as error:
+            self._note_broadcaster(error)
+            raise
+
+    def _note_broadcaster(self, error: RollwayError) -> None:
+        self.broadcaster_failure = f"/init_broadcaster failed. {error}"
+        log.warning("%s", self.broadcaster_failure)
+
+    def refuse_adapters(self) -> None:
+        """Raise if whole models come over a group: prime-rl itself refuses NCCL with LoRA."""
+        if self.broadcaster is not None and self.broadcaster.active_type == "nccl":
+            raise Refused(
+                409,
+                "Broadcasts come over a group, which carries whole models and no adapters.",
+                'Set weight_broadcast.type = "filesystem" to train with LoRA.',
+            )
 
     async def update(self, name: str, step: int | None = None) -> int:
         """Move all workers to the weights of a directory; return the version that they serve.
@@ -123,9 +186,9 @@ class WeightUpdates:
                 f"The update from {running.directory} is still running.",
                 "Wait for its answer.",
             )
-        is_answered = running is not None and running.directory == directory
-        if running is None or not is_answered or (running.is_done and not running.has_succeeded):
-            running = _Running(directory, asyncio.create_task(self._update(directory, step)))
+        stamp = self.rules.read_stamp(directory)
+        if running is None or (running.is_done and not running.has_served(directory, stamp)):
+            running = _Running(directory, stamp, asyncio.create_task(self._update(directory, step)))
             # A failure is reported to whoever asks; nobody may be left to ask.
             running.task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._running = running
@@ -150,6 +213,9 @@ class WeightUpdates:
 
     async def close(self) -> None:
         """End with the process: what runs is cancelled, and stays recorded as failed."""
+        if self._forming is not None and not self._forming[1].done():
+            self._forming[1].cancel()
+            await asyncio.gather(self._forming[1], return_exceptions=True)
         if self._running is not None and not self._running.is_done:
             self._running.task.cancel()
             await asyncio.gather(self._running.task, return_exceptions=True)
@@ -161,13 +227,14 @@ class WeightUpdates:
             )
 
     async def _update(self, name: str, step: int | None) -> int:
-        path = await self.rules.find(name)
-        named = read_step(path)
+        named = read_step(Path(name))
         if step is not None and named not in (None, step):
-            raise UsageError(f"{path} is of step {named}, and weight_version of step {step}.")
+            raise UsageError(f"{name} is of step {named}, and weight_version of step {step}.")
         step = named if step is None else step
-        checkpoint = await self.rules.check_weights(path)
-        version = await self.fleet.choose_version(checkpoint.identity)
+        weights, identity = await self._find_weights(name)
+        version = await self.fleet.choose_version(identity)
+        if isinstance(weights, GroupUpdate) and version == self.memory.record.version:
+            return version  # asked for again, after this server was restarted
         self._log_step(step, version)
         self.updates += 1
         # Before the first worker changes: if this process ends now, its successor must not resume.
@@ -175,17 +242,34 @@ class WeightUpdates:
         self._remember("failed", f"the server ended during the update to step {step}.")
         try:
             # prime-rl sends bf16, whatever is served, and no config.json.
-            await self.fleet.refit(version, path, mode=MODE, allow_cast=True, needs_config=False)
-        except UsageError:  # refused by the workers' own checks: nothing was changed
+            await self.fleet.refit(version, weights, mode=MODE, allow_cast=True, needs_config=False)
+        except UsageError as error:  # refused by the workers' own checks: nothing was changed
             self._remember(was, why)
+            if isinstance(weights, GroupUpdate):
+                raise Refused(400, str(error), _GROUP_HINT) from error
             raise
         except RollwayError as error:
             self.failures += 1
             self._remember("failed", f"the update to step {step} failed. {error}")
-            raise Refused(503, str(error), kind="refit_error") from error
+            # A broadcast over a group is sent once, so prime-rl must not repeat the call.
+            status = 409 if isinstance(weights, GroupUpdate) else 503
+            raise Refused(status, str(error), kind="refit_error") from error
         self.memory.record.step, self.memory.record.version = step, version
         self._remember("paused")
         return version
+
+    async def _find_weights(self, name: str) -> tuple[Weights, str]:
+        """Return the weights of a directory, and their identity: a checkpoint, what its trainer
+        published, or, if it has only markers, the next broadcast over the group."""
+        kind = "filesystem" if self.broadcaster is None else self.broadcaster.active_type
+        if self.broadcaster is not None and kind == "nccl":
+            update = await self.broadcaster.make_update(name)
+            return update, update.identity
+        path = await self.rules.find(name)
+        if self.broadcaster is not None and kind == "nixl":
+            offer = await self.broadcaster.find_offer(path)
+            return offer, offer.identity
+        return path, (await self.rules.check_weights(path)).identity
 
     def _log_step(self, step: int | None, version: int) -> None:
         record = self.memory.record

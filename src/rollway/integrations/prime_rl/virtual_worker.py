@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from rollway.errors import UsageError
 from rollway.gateway.replies import Refused
+from rollway.integrations.prime_rl.groups import read_arguments, read_request
 from rollway.integrations.prime_rl.lora import AdapterAliases
 from rollway.integrations.prime_rl.updates import WeightUpdates
 
@@ -26,6 +27,7 @@ Body = Mapping[str, Any]
 Answer = dict[str, Any]
 
 PROTOCOL = 1
+NAMESPACE = "rollway"
 _VERSION = re.compile(r"(?:step_)?(\d{1,15})")
 _DONE: Answer = {"results": [None]}
 
@@ -37,8 +39,6 @@ class VirtualWorker:
     model: str
     updates: WeightUpdates
     adapters: AdapterAliases
-    refuse_broadcaster: Callable[[Body], Refused]
-    """Returns, and remembers, why a group of ranks cannot be formed."""
 
     def list_workers(self, origin: str, error: str = "") -> Answer:
         """Return the listing. The address is the one that the caller used: what a server listens
@@ -46,6 +46,8 @@ class VirtualWorker:
         # The same after a restart of this server: prime-rl ends when its worker changes.
         seed = f"{self.updates.memory.record.run}/{self.model}".encode()
         entry: Answer = {
+            "namespace": NAMESPACE,
+            "component": "fleet",
             "model": self.model,
             "instance_id": int.from_bytes(hashlib.sha256(seed).digest()[:6]),
             "world_size": 1,
@@ -55,15 +57,19 @@ class VirtualWorker:
         }
         if error:
             entry["error"] = error
-        return {"protocol_version": PROTOCOL, "namespace": "rollway", "workers": [entry]}
+        return {"protocol_version": PROTOCOL, "namespace": NAMESPACE, "workers": [entry]}
 
     async def call_method(self, body: Body) -> Answer:
         """Carry out an allowed method as one operation of the fleet."""
         method, args = body.get("method"), body.get("args") or []
+        if method == "reload_weights" and not args and isinstance(body.get("kwargs"), dict):
+            await self.updates.update(_read_text(body["kwargs"], "weights_path"))  # as in #3296
+            return _DONE
         if body.get("kwargs") or not isinstance(args, list):
             raise UsageError("args must be a list, and kwargs empty.")
         if method == "init_broadcaster":
-            raise self.refuse_broadcaster({})
+            await self.updates.init_broadcaster(lambda: read_arguments(args))
+            return _DONE
         if method == "update_weights_from_path":
             await self.updates.update(_read_text({"args": args[0] if args else None}, "args"))
             return _DONE
@@ -83,11 +89,17 @@ class VirtualWorker:
             "pause_generation": self._pause,
             "resume_generation": self._resume,
             "update_weights_from_disk": self._update,
-            "update_weights_from_distributed": self._refuse_group,
-            "init_weights_update_group": self._refuse_group,
+            "update_weights_from_distributed": self._receive,
+            "init_weights_update_group": self._init_group,
             "get_weight_version": self._get_version,
             "load_lora": self._load_adapter,
             "unload_lora": self._unload_adapter,
+            # The names of Dynamo's unified backend, which #3296 looks for.
+            "control/pause_generation": self._pause,
+            "control/resume_generation": self._resume,
+            "control/is_paused": self._is_paused,
+            "control/get_weight_version": self._get_version,
+            "update/update_weight_version": self._confirm_version,
         }
 
     async def _pause(self, body: Body) -> Answer:
@@ -105,13 +117,35 @@ class VirtualWorker:
         await self.updates.update(_read_text(body, "model_path"), step)
         return {"status": "ok", "version": body.get("weight_version"), "version_declared": True}
 
-    async def _refuse_group(self, body: Body) -> Answer:
-        raise self.refuse_broadcaster(body)
+    async def _receive(self, body: Body) -> Answer:
+        """Update from a broadcast over the group; the directory has only markers."""
+        if body.get("engine_rpc") != "update_weights_from_path":
+            raise Refused(403, f"engine_rpc {body.get('engine_rpc')!a} may not be called.")
+        step = _read_version(body.get("weight_version"))
+        await self.updates.update(_read_text(body, "weight_dir"), step)
+        return {"status": "ok", "version": body.get("weight_version"), "version_declared": True}
+
+    async def _init_group(self, body: Body) -> Answer:
+        if body.get("engine_rpc", "init_broadcaster") != "init_broadcaster":
+            raise Refused(403, f"engine_rpc {body['engine_rpc']!a} may not be called.")
+        await self.updates.init_broadcaster(lambda: read_request(body))
+        return {"status": "ok", "message": "The group has formed"}
 
     async def _get_version(self, body: Body) -> Answer:
         step = self.updates.memory.record.step
         version = None if step is None else str(step)
-        return {"status": "ok", "version": version, "version_declared": step is not None}
+        declared = {"version": version, "weight_version": version}
+        return {"status": "ok", **declared, "version_declared": step is not None}
+
+    async def _is_paused(self, body: Body) -> Answer:
+        return {"status": "ok", "is_paused": not self.updates.is_open}
+
+    async def _confirm_version(self, body: Body) -> Answer:
+        """Accept the name of what is served: a label changes no weights."""
+        step, served = _read_version(body.get("new_version")), self.updates.memory.record.step
+        if step is None or step != served:
+            raise UsageError(f"new_version is {step}, and step {served} is served.")
+        return {"status": "ok", "message": "Weight version updated"}
 
     async def _load_adapter(self, body: Body) -> Answer:
         name, source = _read_text(body, "lora_name"), body.get("source")

@@ -6,8 +6,8 @@ replica, pool       verl's replicas; the one actor that runs their common stack
 requests            requests in flight, and those that wait while engines cannot serve them;
                     a log of requests and their cache hits
 generation          a request of verl as a rollout, and back
-weights             the versions of a pool, and updates to new ones
-adapter, publish    new weights from the trainer's ranks
+weights             new weights from the trainer's ranks; the versions of a pool, and its updates
+adapter             the rollout as a rank of verl's trainer sees it
 checkpoint_engine   the same for engines that do not share the trainer's GPUs
 verl_buckets        verl's iterator of weights; weights sent rank by rank, with verl's own sender
 nodes               workers on other nodes; addresses of replicas and of metrics

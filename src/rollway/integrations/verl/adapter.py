@@ -12,10 +12,10 @@ from verl.workers.rollout.base import BaseRollout
 from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
 from rollway.integrations.verl.fallback import make_verl_adapter
-from rollway.integrations.verl.publish import WeightSender, strip_base_layer
 from rollway.integrations.verl.replica import HYBRID, STANDALONE, get_pool_name
 from rollway.integrations.verl.spec import find_tied_names, read_options
 from rollway.integrations.verl.verl_buckets import BucketSender, drain
+from rollway.integrations.verl.weights import WeightSender, strip_base_layer
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]

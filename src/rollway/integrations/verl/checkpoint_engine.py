@@ -13,9 +13,9 @@ import ray
 from verl.checkpoint_engine.base import CheckpointEngine
 
 from rollway.errors import UsageError
-from rollway.integrations.verl.publish import WeightSender
 from rollway.integrations.verl.spec import WHERE_SEPARATE, WeightOptions, parse_options
 from rollway.integrations.verl.verl_buckets import drain
+from rollway.integrations.verl.weights import WeightSender
 
 WIRE = "rollway"
 """The wire format that verl passes to adapters; these weights do not go through them."""

@@ -1,11 +1,7 @@
-"""A pool over several nodes: which replicas are where, and the actor that runs a node's workers.
+"""Where a pool runs: verl has placed the replicas, and `stack/ray/` starts their stack there.
 
-    the pool's node      Pool ── stack: etcd, the frontend, its workers
-    every other node     Node ── stack that joins it: workers alone
-
-Each node's supervisor restarts its own workers when they die. If a node's actor or supervisor ends,
-its engines are lost for good, and the run ends with that cause: it must not continue with fewer
-engines for days, unnoticed. A node's stack ends with its pool.
+verl's workers hold the GPUs, so the stack reserves nothing. A replica whose workers are on several
+nodes has a part of its ranks on each.
 
 `open_proxy` gives each replica an address, `write_targets` gives Prometheus those of all metrics.
 """
@@ -14,132 +10,52 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from rollway.config import StackSpec
-from rollway.fleet.discovery import Worker
-from rollway.stack import local
+from rollway.errors import UsageError
+from rollway.stack.ray.placement import Placement, RankPlace, ReplicaPlace
 from rollway.stack.state import StackState
 
-ACTOR_ENV = {"RAY_kill_child_processes_on_worker_exit": "false"}
-"""The stack's supervisor ends by itself when the actor does, after it has cleaned up."""
+WorkerPlace = tuple[str, Sequence[str]]
+"""The node of one of verl's workers, and its GPUs; none if Ray only counts them."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeShare:
-    """The replicas of a pool that are on one node."""
+def make_placement(
+    model: str, replicas: Mapping[int, Sequence[WorkerPlace]], services: str
+) -> Placement:
+    """Make the placement of a pool from the places of its replicas' workers, by replica.
 
-    node: str
-    first_rank: int
-    """The rank of its first worker in the pool: the number of workers on the nodes before it."""
-    replicas: int
-    gpus: list[str]
-
-
-def group_by_node(places: Mapping[int, tuple[str, Sequence[str]]]) -> list[NodeShare]:
-    """Group replicas, given as node and GPUs by rank. Nodes are in the order of their first
-    replicas, whichever joined first, so that a worker has the same rank and seed in every run."""
-    by_node: dict[str, list[int]] = {}
-    for replica in sorted(places):
-        by_node.setdefault(places[replica][0], []).append(replica)
-    shares: list[NodeShare] = []
-    first_rank = 0
-    for node, replicas in by_node.items():
-        gpus = [gpu for replica in replicas for gpu in places[replica][1]]
-        shares.append(NodeShare(node, first_rank, len(replicas), gpus))
-        first_rank += len(replicas)
-    return shares
+    The stack counts replicas in verl's order, whichever joined first, so that each has the same
+    name and seed in every run."""
+    places = tuple(
+        ReplicaPlace(model, number, "", _group_by_node(replica, replicas[replica]))
+        for number, replica in enumerate(sorted(replicas))
+    )
+    return Placement(services, places)
 
 
-class Node:
-    """Ray actor: runs the workers of a pool on a node that is not the pool's."""
-
-    def __init__(self) -> None:
-        self._running: local.RunningStack | None = None
-
-    async def start(self, spec: dict[str, Any]) -> None:
-        self._running = await asyncio.to_thread(local.start, StackSpec.model_validate(spec))
-
-    async def replace(self, worker: Worker) -> bool:
-        """Kill a worker that does not answer, if it is on this node, so that it restarts."""
-        running = self._running
-        return running is not None and await local.replace_worker(running.directory.name, worker)
-
-    async def wait_until_unsupervised(self) -> None:
-        # The supervisor's state is in a file, which has to be polled.
-        while self._running is not None and self._running.state.is_supervised:  # noqa: ASYNC110
-            await asyncio.sleep(1.0)
-
-    async def stop(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            await asyncio.to_thread(running.stop)
-
-
-@asynccontextmanager
-async def start_on_nodes(
-    specs: Mapping[str, StackSpec], on_loss: Callable[[str], None]
-) -> AsyncIterator[list[Any]]:
-    """Run a stack on each of these nodes, by an actor there, and yield the actors. Call `on_loss`
-    with the cause if one ends before the block."""
-    actors = {node: create_actor(node) for node in specs}
-    starts = [
-        actors[node].start.remote(spec.model_dump(mode="json")) for node, spec in specs.items()
+def _group_by_node(replica: int, workers: Sequence[WorkerPlace]) -> tuple[RankPlace, ...]:
+    groups = [
+        (node, list(members)) for node, members in itertools.groupby(workers, key=lambda w: w[0])
     ]
-    watches: list[asyncio.Task[None]] = []
-    try:
-        # All starts must have ended before any is stopped.
-        for result in await asyncio.gather(*starts, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-        watches = [
-            asyncio.create_task(_watch(actors[node], spec, on_loss)) for node, spec in specs.items()
-        ]
-        yield list(actors.values())
-    finally:
-        for task in watches:
-            task.cancel()
-        stops = [actor.stop.remote() for actor in actors.values()]
-        with contextlib.suppress(Exception):  # a dead actor's supervisor stops its stack itself
-            await asyncio.gather(*stops, return_exceptions=True)
-
-
-async def _watch(actor: Any, spec: StackSpec, on_loss: Callable[[str], None]) -> None:
-    place = f"node {spec.admin_host} (stack {spec.name})"
-    results: list[object] = await asyncio.gather(
-        actor.wait_until_unsupervised.remote(), return_exceptions=True
+    nodes = {node for node, _ in groups}
+    if len(nodes) < len(groups) or len({len(members) for _, members in groups}) > 1:
+        spread = ", ".join(f"{len(members)} on {get_address(node)}" for node, members in groups)
+        raise UsageError(
+            f"The ranks of replica {replica} are spread unevenly over nodes: {spread}.",
+            "Choose rollout.tensor_model_parallel_size so that it divides the GPUs of a node, or "
+            "is a multiple of them.",
+        )
+    return tuple(
+        RankPlace(node, number, 0, 0, tuple(gpu for _, gpus in members for gpu in gpus))
+        for number, (node, members) in enumerate(groups)
     )
-    if isinstance(results[0], BaseException):
-        cause = " ".join(str(results[0]).split())
-        on_loss(f"The actor that ran the engines of {place} died: {cause}")
-    else:
-        on_loss(f"The supervisor of the engines of {place} ended.")
-
-
-async def replace_worker(worker: Worker, pool_stack: str, actors: Sequence[Any]) -> bool:
-    """Kill a worker so that its supervisor, the pool's or another node's, restarts it."""
-    if await local.replace_worker(pool_stack, worker):
-        return True
-    return any(await asyncio.gather(*(actor.replace.remote(worker) for actor in actors)))
-
-
-def create_actor(node: str) -> Any:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    options = ray.remote(Node).options(
-        num_cpus=0,
-        runtime_env={"env_vars": ACTOR_ENV},
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-    )
-    return options.remote()
 
 
 def get_own_node() -> str:

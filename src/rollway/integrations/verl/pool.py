@@ -2,7 +2,7 @@
 
     verl ── calls ──► Pool ─┬─ Requests      what is generated, aborted, paused   (requests.py)
                             ├─ PoolWeights   versions and updates                 (weights.py)
-                            └─ the stack, with workers on other nodes             (nodes.py)
+                            └─ the stack, on the replicas' nodes     (nodes.py, stack/ray/)
 
 A replica of verl is one worker of the stack. All workers share a frontend, whose router knows what
 each has cached, so it does not matter which replica verl's load balancer chose. verl treats equal
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rollway.aio import Stack, up
+from rollway.aio import Stack
+from rollway.api import up_placed
 from rollway.config import StackSpec
-from rollway.errors import RolloutError, StartError, UsageError
+from rollway.errors import RolloutError, StackNotRunning, StartError, UsageError
 from rollway.integrations.verl import fallback, nodes
 from rollway.integrations.verl.generation import refuse_media
 from rollway.integrations.verl.nodes import open_proxy, write_targets
@@ -33,13 +33,11 @@ from rollway.integrations.verl.spec import (
     Affinity,
     find_tied_names,
     get_model_path,
-    make_node_spec,
     make_stack_spec,
     read_options,
     should_free_memory,
 )
 from rollway.integrations.verl.weights import PoolInfo, PoolWeights, UpdateReply, Versions
-from rollway.stack.state import StackDir
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports.choose import Destination
 
@@ -63,19 +61,20 @@ class Pool:
         self._name, self._rollout, self._model = name, rollout, model
         self._options = read_options(rollout.engine_kwargs)
         self._expected = expected
-        self._places: dict[int, tuple[str, Sequence[str]]] = {}
+        self._places: dict[int, Sequence[nodes.WorkerPlace]] = {}
         self._all_joined = asyncio.Event()
         self._start_task: asyncio.Task[None] | None = None
-        self._start_failure = self._node_failure = ""
+        self._start_failure = self._end_cause = ""
         self._cleanup = AsyncExitStack()
         self._versions = Versions()
         self._serving: Serving | None = None
 
     # --- start and end ---------------------------------------------------------------------------
 
-    async def join(self, replica: int, node: str, gpus: Sequence[str]) -> str:
-        """Register a replica; return the address of its server when the stack is ready."""
-        self._places[replica] = node, list(gpus)
+    async def join(self, replica: int, workers: Sequence[nodes.WorkerPlace]) -> str:
+        """Register a replica, by the places of its workers; return the address of its server when
+        the stack is ready."""
+        self._places[replica] = workers
         if len(self._places) == self._expected:
             self._all_joined.set()
         if self._start_task is None:
@@ -112,55 +111,40 @@ class Pool:
             ) from None
 
     async def _start_stack(self) -> None:
-        shares = nodes.group_by_node(self._places)
-        specs = self._make_specs(shares)
-        spec = specs.pop(nodes.get_own_node() if len(shares) > 1 else shares[0].node)
+        workers = [worker for places in self._places.values() for worker in places]
+        has_gpus = any(gpus for _, gpus in workers)
+        spec = self._make_spec({node for node, _ in workers}, has_gpus)
+        placement = nodes.make_placement(spec.models[0].name, self._places, nodes.get_own_node())
         print(f"rollway: starting stack {spec.name} with {self._expected} workers", flush=True)
-        stack = await self._cleanup.enter_async_context(up(spec))
-        if specs:
-            node_specs = {
-                node: make_node_spec(node_spec, stack.join_spec, spec.name, number)
-                for number, (node, node_spec) in enumerate(specs.items(), 1)
-            }
-            actors = await self._cleanup.enter_async_context(
-                nodes.start_on_nodes(node_specs, self._lose_node)
-            )
-            stack.fleet.set_supervisor(
-                partial(nodes.replace_worker, pool_stack=spec.name, actors=actors)
-            )
-        frees_memory = should_free_memory(self._rollout, self._options) and bool(shares[0].gpus)
+        stack = await self._cleanup.enter_async_context(up_placed(spec, placement, self._end))
+        frees_memory = should_free_memory(self._rollout, self._options) and has_gpus
         self.serve(stack, frees_memory=frees_memory)
-        self._write_targets()
+        await self._write_targets()
         print(f"rollway: {stack.frontend_url} serves; logs: rollway logs {spec.name}")
 
-    def _make_specs(self, shares: Sequence[nodes.NodeShare]) -> dict[str, StackSpec]:
-        """Make the spec of each node's stack; the other nodes' stacks join that of the pool."""
-        is_spread = len(shares) > 1
-        if is_spread and self._options.weights == "verl_buckets":
+    def _make_spec(self, used: Set[str], has_gpus: bool) -> StackSpec:
+        if len(used) > 1 and self._options.weights == "verl_buckets":
             raise UsageError(
                 "weights=verl_buckets uses sockets of one machine, and the rollout replicas are "
-                f"on {len(shares)} nodes.",
+                f"on {len(used)} nodes.",
                 "Use files, delta, collective or nixl.",
             )
-        return {
-            share.node: make_stack_spec(
-                self._rollout,
-                self._model,
-                self._options,
-                pool=self._name,
-                replicas=share.replicas,
-                gpus=share.gpus,
-                first_rank=share.first_rank,
-                address=nodes.get_address(share.node) if is_spread else None,
-            )
-            for share in shares
-        }
+        return make_stack_spec(
+            self._rollout,
+            self._model,
+            self._options,
+            pool=self._name,
+            replicas=self._expected,
+            has_gpus=has_gpus,
+            is_spread=len(used) > 1,
+        )
 
     def serve(self, stack: Stack, *, frees_memory: bool = False) -> None:
         """Serve verl's calls by this stack."""
         control = asyncio.Lock()
         model = get_model_path(self._model)
-        addresses = frozenset(nodes.get_address(node) for node, _ in self._places.values())
+        used = {node for workers in self._places.values() for node, _ in workers}
+        addresses = frozenset(map(nodes.get_address, used))
         requests = Requests(
             stack, self._rollout, self._options, self._versions, control, frees_memory=frees_memory
         )
@@ -174,17 +158,20 @@ class Pool:
         )
         self._serving = Serving(stack, requests, weights)
 
-    def _write_targets(self) -> None:
+    async def _write_targets(self) -> None:
         directory = self._options.metrics_dir
-        if directory is not None and (state := StackDir(self._get_serving().stack.name).read()):
+        if directory is None:
+            return
+        state = await asyncio.to_thread(self._get_serving().stack.read_state)
+        if state is not None:
             write_targets(directory / f"{self._name}.json", state)
 
-    def _lose_node(self, cause: str) -> None:
-        """Answer every later call with this error: the engines of a node are gone for good."""
-        print(f"rollway: {cause}", flush=True)
-        self._node_failure = cause
+    def _end(self, error: StackNotRunning) -> None:
+        """Answer every later call with this error: the engines are gone for good."""
+        print(f"rollway: {error}", flush=True)
+        self._end_cause = error.message
         if self._serving is not None:
-            self._serving.requests.fail(cause)
+            self._serving.requests.fail(error.message)
 
     @property
     def requests(self) -> Requests:
@@ -195,8 +182,8 @@ class Pool:
         return self._get_serving().weights
 
     def _get_serving(self) -> Serving:
-        if self._node_failure:
-            raise RolloutError(self._node_failure)
+        if self._end_cause:
+            raise RolloutError(self._end_cause)
         if self._serving is None:
             raise RolloutError("The rollout stack has not started.")
         return self._serving
@@ -273,14 +260,14 @@ class Pool:
         parsed = parse_offer(offer)
         self._print_summary()
         reply = await self.weights.refit(parsed, step)
-        self._write_targets()  # a worker that was replaced has another port
+        await self._write_targets()  # a worker that was replaced has another port
         return reply
 
     async def receive_buckets(self, sockets: Sequence[str], step: int | None) -> dict[str, float]:
         """Refit every worker from the ranks that send at these sockets."""
         self._print_summary()
         figures = await self.weights.receive_buckets(sockets, step)
-        self._write_targets()
+        await self._write_targets()
         return figures
 
     def _print_summary(self) -> None:

@@ -11,7 +11,6 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from rollway.errors import UsageError
 from rollway.integrations.verl.checkpoint_engine import WIRE
 from rollway.integrations.verl.fallback import launch_verl_replica
-from rollway.integrations.verl.nodes import ACTOR_ENV
 from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.router import CONFIG
 from rollway.integrations.verl.spec import read_lora_rank, read_options
@@ -47,13 +46,6 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
     async def launch_servers(self) -> None:
         calls = [worker.__ray_call__.remote(_get_place) for worker in self.workers]
         places = [await call for call in calls]
-        nodes = {node for node, _ in places}
-        if len(nodes) != 1:
-            raise UsageError(
-                f"Replica {self.replica_rank} spans {len(nodes)} nodes.",
-                "The GPUs of a replica are on one node: lower rollout.tensor_model_parallel_size.",
-            )
-        (node,) = nodes
         kind = self._get_pool_kind()
         if kind == STANDALONE and read_lora_rank(self.model_config):
             raise UsageError(
@@ -61,10 +53,9 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
                 "Merge them: actor_rollout_ref.model.lora.merge=True.",
             )
         # The attribute keeps the actor alive: ranks ask it for its failure even if no stack runs.
-        pool = self._pool_actor = self._get_or_create_pool(kind, node)
-        gpus = [gpu for _, worker_gpus in places for gpu in worker_gpus]
+        pool = self._pool_actor = self._get_or_create_pool(kind, places[0][0])
         try:
-            address = await pool.join.remote(self.replica_rank, node, gpus)
+            address = await pool.join.remote(self.replica_rank, places)
         except Exception:
             if not read_options(self.config.engine_kwargs).fallback:
                 raise
@@ -104,7 +95,6 @@ class DynamoReplica(RolloutReplica):  # type: ignore[misc]
             get_if_exists=True,
             num_cpus=0,
             max_concurrency=_MAX_CALLS,
-            runtime_env={"env_vars": ACTOR_ENV},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         return actor.remote(kind, self.config, self.model_config, self._replicas_in_pool)

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollway.config import StackSpec
 from rollway.errors import UsageError
-from rollway.model_spec import slug
-from rollway.roles import RawArgs
+from rollway.model_spec import RawArgs, slug
 from rollway.stack.workers import WORKER_EXTENSION
 from rollway.weights.checkpoint import read_headers
 
@@ -139,23 +138,21 @@ def make_stack_spec(
     *,
     pool: str,
     replicas: int,
-    gpus: list[str],
-    first_rank: int = 0,
-    address: str | None = None,
+    has_gpus: bool,
+    is_spread: bool = False,
 ) -> StackSpec:
-    """Make the spec of a pool's stack, or of one node's part of it.
+    """Make the spec of a pool's stack, which runs where verl has placed the replicas.
 
-    `rollout` and `model` are verl's RolloutConfig and HFModelConfig. `gpus` are those of the
-    replicas, in order; empty on a machine without GPUs. For a pool on several nodes, `address` is
-    this node's, and `first_rank` the number of the pool's workers on the nodes before it."""
+    `rollout` and `model` are verl's RolloutConfig and HFModelConfig; `is_spread` says whether the
+    replicas are on several nodes."""
     _refuse_unsupported(rollout)
     adapter_env = {"DYN_LORA_ENABLED": "true"} if read_lora_rank(model) else {}
     served: dict[str, Any] = {
         "path": get_model_path(model),
         "replicas": replicas,
         "tensor_parallel": int(rollout.tensor_model_parallel_size),
-        "seed": int(getattr(rollout, "seed", 0) or 0) + first_rank,
-        "args": _make_engine_args(rollout, model, options, has_gpu=bool(gpus)),
+        "seed": int(getattr(rollout, "seed", 0) or 0),
+        "args": _make_engine_args(rollout, model, options, has_gpu=has_gpus),
         "env": {**adapter_env, **options.engine_env},
     }
     if options.served_model_name:
@@ -173,12 +170,13 @@ def make_stack_spec(
         "start_seconds": options.start_seconds,
         "restart": {"enabled": options.restart},
         "log_dir": options.log_dir and options.log_dir / pool,
+        "launcher": "ray",
+        # verl's workers hold the GPUs. A lost node is an error, not a slower run that nobody
+        # notices for days.
+        "ray": {"cpus": 0, "gpus": 0, "on_node_lost": "fail"},
     }
-    if address is not None:
-        fields["admin_host"] = fields["frontend"]["host"] = address
+    if is_spread:
         fields |= {"discovery": "etcd", "etcd_endpoints": options.etcd_endpoints}
-    if gpus:
-        fields["env"] = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return StackSpec.model_validate(fields)
 
 
@@ -190,16 +188,6 @@ def _refuse_unsupported(rollout: Any) -> None:
                 f"support {feature}.",
                 f"Leave rollout.{field} at 1; Dynamo's router distributes requests to replicas.",
             )
-
-
-def make_node_spec(
-    spec: StackSpec, join_spec: Mapping[str, Any], pool_stack: str, number: int
-) -> StackSpec:
-    """Make a spec join the pool's stack, with another name and log directory, since nodes may share
-    a file system."""
-    logs = spec.log_dir and spec.log_dir / f"node-{number}"
-    fields = {**join_spec, "name": f"{pool_stack}-{number}", "log_dir": logs}
-    return StackSpec.model_validate({**spec.model_dump(mode="json", exclude_unset=True), **fields})
 
 
 def _make_engine_args(rollout: Any, model: Any, options: Options, *, has_gpu: bool) -> RawArgs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -126,12 +126,15 @@ class WatchedHttp(Http):
     """A client whose calls fail at once with the cause after the stack has ended; otherwise they
     would be retried for a minute, and fail without it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[StackNotRunning], None] | None = None) -> None:
         super().__init__()
         self._end: StackNotRunning | None = None
+        self._on_end = on_end
 
     async def watch(self, access: RayAccess) -> None:
         self._end = await access.wait_until_over()
+        if self._on_end is not None:
+            self._on_end(self._end)
 
     async def before_request(self, method: str, url: str, body: Any) -> None:
         if self._end is not None:

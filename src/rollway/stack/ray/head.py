@@ -44,7 +44,6 @@ class Head:
         run_id: str,
         owner: dict[str, Any],
         witness: Any,
-        given_gpus: dict[str, list[str]] | None = None,
     ) -> None:
         import ray
 
@@ -52,7 +51,7 @@ class Head:
         self._spec = StackSpec.model_validate(spec)
         self._placement = placement
         self._identity = {"run_id": run_id, "since": time.time(), **owner}
-        self._parts = Parts(self._spec, run_id, self._me, given_gpus)
+        self._parts = Parts(self._spec, run_id, self._me)
         self._ledger = Ledger()
         self._witness = witness
         self._phase = "starting"
@@ -114,7 +113,8 @@ class Head:
             "join"
         ]["secret"]
         self._phase = "ready"
-        self._events.note("ready", seconds=round(time.time() - self._identity["since"], 3))
+        seconds = time.time() - self._identity["since"]
+        self._events.note("ready", seconds=round(seconds, 3), steps=dict(self._parts.steps))
         self._ready.set()
 
     async def _watch_owner(self) -> None:

@@ -83,9 +83,10 @@ class Keeper:
         """Return what a stack needs and this node does not have."""
         return await asyncio.to_thread(find_problem, needs)
 
-    async def add_group(self, name: str, *, is_shared: bool) -> None:
-        """Note a group with a bundle on this node. Called before the group is created."""
-        self._groups[name] = is_shared
+    async def add_groups(self, groups: dict[str, bool]) -> None:
+        """Note groups with a bundle on this node, and whether other nodes have bundles of them,
+        too. Called before the groups are created."""
+        self._groups |= groups
 
     async def lease_ports(self, host: str) -> tuple[int, int, int]:
         """Choose the ports of rank 0 of a replica over several nodes: where the ranks meet, a

@@ -14,7 +14,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,11 +30,13 @@ from rollway.stack import local
 from rollway.stack.ray import cluster
 from rollway.stack.ray.access import RayAccess, create_witness, make_gone_error
 from rollway.stack.ray.node_check import check_runtime_envs, get_python, make_import_error
-from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
+from rollway.stack.ray.placement import NodeInfo, Placement, check_ranks, plan_placement
 from rollway.stack.state import StackState
 
 Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.3
+_STATE_SECONDS = 1.0
+"""How often a start reads the state of all nodes; what it shows in between is as old as that."""
 _NAME_SECONDS = 60.0
 _STOP_SECONDS = 90.0
 """What a stop may take beyond the stop time of the stack."""
@@ -76,12 +78,11 @@ def start(
     progress: Progress | None = None,
     *,
     placement: Placement | None = None,
-    given_gpus: Mapping[str, list[str]] | None = None,
 ) -> RayStack:
     """Start a stack and return when it is ready.
 
     On failure, and on KeyboardInterrupt, everything that has started is stopped first. A caller
-    that has placed the replicas gives the `placement`, and the GPUs that it holds for them."""
+    that has placed the replicas itself gives the `placement`."""
     with ExitStack() as connection:
         connection.enter_context(cluster.connect(spec.ray.address))
         cluster.clear_leftovers()
@@ -90,7 +91,7 @@ def start(
         _check_placement(spec, placement)
         witness, access = create_witness(), None
         try:
-            head = _create_head(spec, placement, given_gpus, witness)
+            head = _create_head(spec, placement, witness)
             access = RayAccess(head, spec.name, spec.ray.namespace, witness)
             state = _wait_until_ready(access, progress)
         except BaseException:
@@ -112,6 +113,7 @@ def plan(spec: StackSpec) -> tuple[Placement, list[NodeInfo]]:
 
 def _check_placement(spec: StackSpec, placement: Placement) -> None:
     """Refuse what cannot work on any nodes; `node_check` looks at those of the plan."""
+    check_ranks(spec)
     check_runtime_envs(spec)
     get_python(spec)
     used = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
@@ -122,12 +124,7 @@ def _check_placement(spec: StackSpec, placement: Placement) -> None:
         )
 
 
-def _create_head(
-    spec: StackSpec,
-    placement: Placement,
-    given_gpus: Mapping[str, list[str]] | None,
-    witness: Any,
-) -> Any:
+def _create_head(spec: StackSpec, placement: Placement, witness: Any) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -147,9 +144,7 @@ def _create_head(
     deadline = time.monotonic() + _NAME_SECONDS
     while True:
         try:
-            return options.remote(
-                fields, placement, secrets.token_hex(8), owner, witness, given_gpus
-            )
+            return options.remote(fields, placement, secrets.token_hex(8), owner, witness)
         except ray.exceptions.ActorAlreadyExistsError:
             _wait_for_name(spec, deadline)
 
@@ -179,6 +174,7 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
     import ray
 
     ready = access.head.wait_until_ready.remote()
+    state, read_at = None, float("-inf")
     while True:
         done, _ = ray.wait([ready], timeout=_POLL_SECONDS)
         if done:
@@ -190,7 +186,8 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
             if error is not None:
                 raise restore_error(error)
         try:
-            state = access.read_state()
+            if done or state is None or time.monotonic() - read_at > _STATE_SECONDS:
+                state, read_at = access.read_state(), time.monotonic()
         except StackNotRunning:
             if done:
                 raise

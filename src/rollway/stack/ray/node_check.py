@@ -80,7 +80,7 @@ def find_problem(needs: dict[str, Any]) -> Problem | None:
         return f"there is no interpreter {python}.", "Set `python` to one that all nodes have."
     if subprocess.run([python, "-c", _HAS_DYNAMO], check=False).returncode:
         return (
-            f"{python} has no package `dynamo`.",
+            f"Dynamo is not installed in the Python that runs the workers, {python}.",
             "Install it there with `pip install 'rollway[vllm]'`, or set `python`.",
         )
     for path in needs["models"]:

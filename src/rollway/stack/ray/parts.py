@@ -8,6 +8,7 @@ has the services and the frontend.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,21 +58,15 @@ class Record:
 class Parts:
     """Creates groups, keepers and parts; remembers all of them."""
 
-    def __init__(
-        self,
-        spec: StackSpec,
-        run_id: str,
-        head: Any,
-        given_gpus: Mapping[str, Sequence[str]] | None,
-    ) -> None:
+    def __init__(self, spec: StackSpec, run_id: str, head: Any) -> None:
         self.spec = spec
         self.run_id = run_id
         self.record = Record()
         self.parts: dict[int, Part] = {}
         self.addresses: dict[str, str] = {}
+        self.steps: dict[str, float] = {}
+        """The seconds after which each step of the start was done."""
         self._head = head
-        self._given_gpus = given_gpus
-        """GPUs by replica and rank ("0/0"), if the caller holds them already: no groups then."""
         self._gpus: dict[tuple[str, int], list[str]] = {}
         self._has_gpus: dict[str, bool] = {}
         self._join: dict[str, Any] = {}
@@ -88,9 +83,12 @@ class Parts:
         self.read_addresses()
         nodes = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
         self._is_spread = len(self.addresses) > 1
+        began = time.monotonic()
         await asyncio.gather(*(self.create_keeper(node) for node in sorted(nodes)))
+        self.steps["keepers"] = time.monotonic() - began
         await asyncio.gather(*(self._check_node(n, placement.services, nodes) for n in nodes))
         await self.reserve(placement.replicas, services=placement.services)
+        self.steps["groups"] = time.monotonic() - began
         parts = self._divide(placement.replicas, services=placement.services)
         is_on_one_node = len(nodes) == 1
         first = asyncio.ensure_future(
@@ -100,6 +98,7 @@ class Parts:
         try:
             if len(parts) > 1:
                 await self._learn_join(parts[0], first)
+                self.steps["services"] = time.monotonic() - began
                 rest = [asyncio.ensure_future(self._start_part(p, self._join)) for p in parts[1:]]
             await asyncio.gather(first, *rest)
         finally:
@@ -191,9 +190,7 @@ class Parts:
         )
         keeper = self.record.keepers[node] = options.remote(self.run_id, name, self._head)
         try:
-            for group, nodes in self.record.groups.items():
-                if node in nodes:  # it follows a Keeper that died
-                    await keeper.add_group.remote(group, is_shared=len(nodes) > 1)
+            await keeper.add_groups.remote(self._list_groups(node))  # of a Keeper that died here
             facts = await keeper.examine.remote()
         except ray.exceptions.RayError as error:  # it has gone, or is too new for Ray to use it
             if self.record.keepers.get(node) is keeper:
@@ -208,37 +205,39 @@ class Parts:
 
     async def reserve(self, replicas: Sequence[ReplicaPlace], services: str | None = None) -> None:
         """Have Ray hold the resources of these replicas, and read which GPUs it chose."""
-        if self._given_gpus is not None:
-            for place in replicas:
-                name = self.name_group(place)
-                self._gpus |= {(name, r.node_rank): [] for r in place.ranks}
-                self._gpus[name, 0] = list(
-                    self._given_gpus.get(f"{place.model}/{place.replica}", [])
-                )
-            return
         wanted: dict[str, list[tuple[str, dict[str, float]]]] = {}
         if services is not None:
             wanted[cluster.get_part_name(self.run_id, "services")] = [
                 (services, {"CPU": self.spec.ray.cpus})
             ]
         for place in replicas:
-            wanted[self.name_group(place)] = [
+            name = self.name_group(place)
+            self._gpus |= {(name, rank.node_rank): list(rank.gpu_ids) for rank in place.ranks}
+            wanted[name] = [
                 (rank.node, {"CPU": rank.cpus, "GPU": rank.gpus}) for rank in place.ranks
             ]
-        groups: dict[str, Any] = {}
-        for name, bundles in wanted.items():
-            held = [(node, {k: v for k, v in r.items() if v}) for node, r in bundles]
-            if not all(resources for _, resources in held):
-                continue  # the spec reserves nothing
-            nodes = self.record.groups[name] = {node for node, _ in held}
-            for node in nodes:
-                await self.record.keepers[node].add_group.remote(name, is_shared=len(nodes) > 1)
-            groups[name] = await self._call(cluster.create_group, name, held)
+        bundles = {
+            name: [(node, {k: v for k, v in resources.items() if v}) for node, resources in ranks]
+            for name, ranks in wanted.items()
+        }
+        # Unless the spec reserves nothing.
+        bundles = {name: ranks for name, ranks in bundles.items() if all(r for _, r in ranks)}
+        self.record.groups |= {name: {n for n, _ in ranks} for name, ranks in bundles.items()}
+        nodes = {node for ranks in bundles.values() for node, _ in ranks}
+        await asyncio.gather(
+            *(_await(self.record.keepers[n].add_groups.remote(self._list_groups(n))) for n in nodes)
+        )
+        groups: dict[str, Any] = await self._call(_create_groups, bundles)
         await asyncio.gather(*(self._wait_for_group(n, g) for n, g in groups.items()))
         await asyncio.gather(
             *(self._read_gpus(place, groups[self.name_group(place)]) for place in replicas
               if self.name_group(place) in groups)
         )  # fmt: skip
+
+    def _list_groups(self, node: str) -> dict[str, bool]:
+        """Return the groups with a bundle on a node; whether other nodes have bundles, too."""
+        entries = self.record.groups.items()
+        return {name: len(nodes) > 1 for name, nodes in entries if node in nodes}
 
     def name_group(self, place: ReplicaPlace) -> str:
         parts = (slug(place.model), place.role, str(place.replica))
@@ -259,7 +258,6 @@ class Parts:
 
         for index, rank in enumerate(place.ranks):
             key = self.name_group(place), rank.node_rank
-            self._gpus[key] = []
             if rank.gpus and self._has_gpus.get(rank.node):
                 task = ray.remote(_get_gpus).options(
                     num_cpus=0,
@@ -365,6 +363,10 @@ def _choose_host(requested: str, address: str) -> str:
 def _locate_error(error: Mapping[str, Any], where: str) -> RollwayError:
     """Restore the error of a part's start, with its node."""
     return restore_error({**error, "message": f"On {where}: {error['message']}"})
+
+
+def _create_groups(bundles: Mapping[str, list[tuple[str, dict[str, float]]]]) -> dict[str, Any]:
+    return {name: cluster.create_group(name, ranks) for name, ranks in bundles.items()}
 
 
 def _get_gpus() -> list[str]:

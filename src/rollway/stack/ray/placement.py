@@ -48,6 +48,8 @@ class RankPlace:
     node_rank: int
     gpus: float
     cpus: float
+    gpu_ids: tuple[str, ...] = ()
+    """GPUs that the caller holds for them already, so that Ray reserves none."""
 
 
 @dataclass(frozen=True, slots=True)

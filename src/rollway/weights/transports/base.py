@@ -4,7 +4,7 @@
     publisher.publish(7, tensors) ──► Offer ──────►   reader.headers(offer)    names, shapes, dtypes
     publisher.wait(7)                                 reader.tensors(offer)    verified tensors
 
-`rollway.weights.transports.choose` opens a publisher by name. `rollway.engine.receivers` finds the
+`rollway.weights.transports.choose` opens a publisher by name. `rollway.engine.incoming` finds the
 reader of an offer. No other module distinguishes transports.
 """
 
@@ -18,19 +18,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeAlias
 
 from rollway.errors import UsageError
 
 # No torch at run time: the command line imports this package.
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from rollway.weights.checkpoint import TensorHeader
     from rollway.weights.layout import Slices
     from rollway.weights.offer import Offer, Transport
     from rollway.weights.sources import HeldTensor
-    from rollway.weights.transports.changes import Changes
 
 NamedTensor: TypeAlias = "tuple[str, Tensor]"
 Source: TypeAlias = (
@@ -170,6 +170,11 @@ class Reader(ABC):
         """Return the publisher's word sums by tensor name; empty where it made none."""
         return {}
 
+    def received(self, offer: Offer) -> str:
+        """Return a digest of the bytes that arrived, where the publisher sends none: the ranks that
+        received them must agree. Empty otherwise."""
+        return ""
+
     def shares_device(self, offer: Offer) -> bool:
         """Return whether `tensors` yields views of the publisher's own memory, on its device.
 
@@ -289,3 +294,69 @@ def is_whole(held: HeldTensor) -> bool:
         and not any(piece.at)
         and piece.box.shape == held.shard.shape == tuple(held.tensor.shape)
     )
+
+
+class ChangedElements(NamedTuple):
+    """The changed elements of one tensor, on a device."""
+
+    positions: Tensor
+    """Flat positions in the tensor, in order."""
+    bits: Tensor
+    """Integers of the elements' size."""
+    relative: bool
+    """Whether the bits must be added to the old ones."""
+
+
+class TensorChange(Protocol):
+    """What changed in one tensor from a version to the next, in host memory."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def count(self) -> int:
+        """How many elements changed."""
+        ...
+
+    @property
+    def element_bytes(self) -> int: ...
+
+
+class ChangedStep(Protocol):
+    """What changed from one version to the next; each tensor at most once."""
+
+    @property
+    def changes(self) -> Sequence[TensorChange]: ...
+    def move(self, device: torch.device) -> Iterator[tuple[str, ChangedElements]]:
+        """Yield the changed elements of each tensor, in any order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What leads from the served version to another, or why nothing does."""
+
+    steps: Sequence[ChangedStep] = ()
+    """In the order in which they apply."""
+    refusal: str = ""
+
+    def __iter__(self) -> Iterator[TensorChange]:
+        for step in self.steps:
+            yield from step.changes
+
+
+def check_retention(keep_recent: int, max_off_policy_steps: int) -> None:
+    """Refuse to keep fewer versions than the trainer may still request."""
+    if keep_recent < max(1, max_off_policy_steps):
+        raise UsageError(
+            f"keep_recent is {keep_recent}, and a rollout may be {max_off_policy_steps} steps old.",
+            f"Set keep_recent to {max(1, max_off_policy_steps)} or more.",
+        )
+
+
+def check_next(version: int, latest: int | None) -> None:
+    """Refuse a version that does not grow: readers regard the highest as the newest."""
+    if version < 0 or (latest is not None and version <= latest):
+        raise UsageError(
+            f"Version {version} cannot follow version {latest}.",
+            "Count upwards, and give a run that starts again a new directory.",
+        )

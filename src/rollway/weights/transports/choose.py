@@ -180,7 +180,7 @@ def _find_arguments(
         case "cuda_ipc":
             return {"bucket_bytes": bucket_bytes} if bucket_bytes else {}
         case "collective":
-            from rollway.weights.transports.collective.publisher import BUCKET_BYTES
+            from rollway.weights.transports.collective import BUCKET_BYTES
 
             size = min(bucket_bytes or BUCKET_BYTES, BUCKET_BYTES)
             return {"host": host, "receivers": destination.receivers, "bucket_bytes": size}
@@ -196,6 +196,9 @@ def _find_arguments(
     if transport == "delta":
         from rollway.weights.transports.delta import Store
 
+        # Compressing takes longer than copying the bytes within one machine.
+        if temporary and destination.is_local:
+            arguments["compression"] = "none"
         return arguments | {"carrier": Store(directory)}
     if bucket_bytes:
         arguments["shard_bytes"] = bucket_bytes

@@ -217,8 +217,8 @@ class FakeKeeper:
     async def find_problem(self, needs: dict[str, Any]) -> None:
         return None
 
-    async def add_group(self, name: str, *, is_shared: bool) -> None:
-        self.groups.add(name)
+    async def add_groups(self, groups: dict[str, bool]) -> None:
+        self.groups |= groups.keys()
 
     async def start(self, fields: dict[str, Any], after: list[str]) -> dict[str, Any]:
         self._ray.running[fields["name"]] = self._handle
@@ -247,3 +247,10 @@ class FakeKeeper:
     async def stop(self) -> None:
         for name in list(self._stacks):
             self._ray.running.pop(name, None)
+
+
+def make_nodes(*gpus: float, cpus: float = 64, head: int | None = 0) -> list[NodeInfo]:
+    return [
+        NodeInfo(f"n{i}", f"10.0.0.{i}", i == head, cpus, count, {"zone": "ab"[i % 2]})
+        for i, count in enumerate(gpus)
+    ]

@@ -10,7 +10,7 @@ import pytest
 from rollway.config import load_spec
 from rollway.errors import SpecError
 from rollway.stack.ray.placement import plan_placement
-from tests.unit.stack.ray.test_placement import make_nodes
+from tests.unit.stack.ray.stand_in import make_nodes
 
 DECODE_ONLY = {"serving": "disaggregated", "decode": {"replicas": 2}}
 CASES: list[tuple[str, dict[str, Any], tuple[int, ...], str, str]] = [

@@ -16,7 +16,7 @@ from rollway.stack import preset
 from rollway.stack.ray import cluster
 from rollway.stack.ray.dry_run import PlannedProcess, plan_processes
 from rollway.stack.ray.placement import plan_placement
-from tests.unit.stack.ray.test_placement import make_nodes
+from tests.unit.stack.ray.stand_in import make_nodes
 
 
 @pytest.fixture(autouse=True)

@@ -57,8 +57,7 @@ async def test_a_keeper_without_its_head_stops_first_and_then_frees_its_groups(
     monkeypatch.setattr(cluster, "remove_groups", lambda names: machine.log.extend(names))
     machine.ready.set()
     head, actor = create(stand_in)
-    await actor.add_group.remote("own", is_shared=False)
-    await actor.add_group.remote("shared", is_shared=True)
+    await actor.add_groups.remote({"own": False, "shared": True})
     assert "error" not in await actor.start.remote(FIELDS, [])
     # A group of two nodes is freed after the other Keeper has gone, too.
     machine.names = [f"rollway/{RUN}/node-0", f"rollway/{RUN}/node-1"]

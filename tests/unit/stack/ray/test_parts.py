@@ -44,7 +44,7 @@ class Keeper:
 def make_parts(**fields: Any) -> tuple[Parts, dict[str, Keeper]]:
     spec = load_spec({"name": "s", "models": [{"path": "org/m", "replicas": 3}], **fields},
                      launcher="ray")  # fmt: skip
-    parts = Parts(spec, RUN, None, None)
+    parts = Parts(spec, RUN, None)
     parts.addresses = {"one": "10.0.0.1", "two": "10.0.0.2"}
     parts._is_spread = True
     keepers = {"one": Keeper(), "two": Keeper()}

@@ -21,18 +21,12 @@ from rollway.stack.ray.placement import (
     place_again,
     plan_placement,
 )
+from tests.unit.stack.ray.stand_in import make_nodes
 
 
 def make_spec(*models: dict[str, Any], **ray: Any) -> StackSpec:
     entries = [{"path": f"org/m{i}", **model} for i, model in enumerate(models)]
     return load_spec({"launcher": "ray", "ray": ray, "models": entries})
-
-
-def make_nodes(*gpus: float, cpus: float = 64, head: int | None = 0) -> list[NodeInfo]:
-    return [
-        NodeInfo(f"n{i}", f"10.0.0.{i}", i == head, cpus, count, {"zone": "ab"[i % 2]})
-        for i, count in enumerate(gpus)
-    ]
 
 
 def show(replica: ReplicaPlace) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights import leftovers
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.checksums import start_digests
+from rollway.weights.copies import SummedCopies
+from rollway.weights.digest.checksums import describe, start_digests
 from rollway.weights.offer import Entry, Manifest, Offer, read_manifest
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.cuda_ipc.device_memory import Handle, local_device, open_handle
-from rollway.weights.transports.cuda_ipc.prepared_copies import PreparedCopies
 from rollway.weights.transports.cuda_ipc.publisher import PREFIX, IpcLocation
-from rollway.weights.transports.entries import view_entries
-from rollway.weights.transports.shared_memory import SHM, VersionGone, read_tensor_list
+from rollway.weights.transports.entries import SHM, VersionGone, read_tensor_list, view_entries
 from rollway.weights.untrusted import is_file_name
 
 _COMPARED_BYTES = 2 << 30
@@ -111,33 +110,33 @@ class CudaIpcReader(Reader):
         device continues."""
         self.seconds = {}
         location = _read_location(offer)
-        with self._timed("look"):
+        with self._measure("look"):
             raw = self._read_list(offer, location)
             buckets = self._open_buckets(location, None)
         with self._on_stream(buckets[0].device):
-            with self._timed("launch"):
+            with self._measure("launch"):
                 copies = self._prepared.get(location.slot)
                 if copies is not None and not copies.fits(location.buckets, targets):
                     copies = None
                 # Started before the list is parsed: mostly, tensors are where they were before.
                 running = copies.start() if copies else []
-            with self._timed("list"):
+            with self._measure("list"):
                 manifest = read_manifest(raw, offer)
                 _check_size(location, manifest.nbytes)
             if copies is None or not copies.matches(manifest.entries):
-                with self._timed("prepare"):
+                with self._measure("prepare"):
                     for wait in running:
                         wait()  # they wrote to the targets
                     self._prepared.pop(location.slot, None)
                     copies = PreparedCopies(location.buckets, buckets, manifest.entries, targets)
                     running = copies.start()
-            with self._timed("wait"):
+            with self._measure("wait"):
                 entries = iter(manifest.entries)
                 for size, wait in zip(copies.sizes, running, strict=True):
                     _compare(list(islice(entries, size)), wait, offer)
             if not copies.keeps_tensors:
                 self._prepared[location.slot] = copies
-        with self._timed("look again"):
+        with self._measure("look again"):
             self._check_unreplaced(offer, location, raw)
 
     def finish(self, offer: Offer) -> None:
@@ -166,7 +165,7 @@ class CudaIpcReader(Reader):
             self._stream.synchronize()
 
     @contextlib.contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def _measure(self, part: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self.seconds[part] = time.perf_counter() - began
@@ -235,3 +234,76 @@ def _compare(entries: Sequence[Entry], wait: Callable[[], list[str]], offer: Off
                 f"{entry.name} of version {offer.version} changed while it was read.",
                 "Publish the version again, and change nothing before the refit has ended.",
             )
+
+
+_BATCH_BYTES = 512 << 20
+"""Bytes per kernel; the CPU hashes the sums of one batch while the GPU copies the next."""
+
+
+class PreparedCopies:
+    """The copies of all tensors of a version, in batches of some hundred megabytes."""
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        buckets: Sequence[Tensor],
+        entries: Sequence[Entry],
+        targets: Mapping[str, Tensor],
+    ) -> None:
+        missing = [entry.name for entry in entries if entry.name not in targets]
+        if missing:
+            raise WeightsError(f"There is no tensor to copy {', '.join(missing[:5])} into.")
+        self._handles = handles
+        self._layout = _describe_layout(entries)
+        self._names = [entry.name for entry in entries]
+        batches: list[list[tuple[Tensor, Tensor]]] = []
+        batch_bytes = _BATCH_BYTES
+        for entry, source in zip(entries, view_entries(entries, buckets), strict=True):
+            target = targets[entry.name].detach()
+            if (target.dtype, target.shape, target.device) != (
+                source.dtype,
+                source.shape,
+                source.device,
+            ):
+                raise WeightsError(
+                    f"{entry.name} is {describe(source)}, but its target is {describe(target)}."
+                )
+            if batch_bytes >= _BATCH_BYTES:
+                batches.append([])
+                batch_bytes = 0
+            batches[-1].append((target, source))
+            batch_bytes += target.nbytes
+        self._copies = [SummedCopies(batch) for batch in batches]
+        self._addresses = _list_addresses(targets[name] for name in self._names)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of tensors in each batch."""
+        return [batch.size for batch in self._copies]
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether the publisher's tensors stay open as long as this object exists."""
+        return any(batch.keeps_tensors for batch in self._copies)
+
+    def fits(self, handles: Sequence[Handle], targets: Mapping[str, Tensor]) -> bool:
+        """Tell whether these copies are from these buckets to these tensors."""
+        if self._handles != handles or not targets.keys() >= set(self._names):
+            return False
+        return self._addresses == _list_addresses(targets[name] for name in self._names)
+
+    def matches(self, entries: Sequence[Entry]) -> bool:
+        """Tell whether the tensors are at the same places in the buckets."""
+        return self._layout == _describe_layout(entries)
+
+    def start(self) -> list[Callable[[], list[str]]]:
+        """Start all batches; each returned function waits for one and returns its digests."""
+        return [batch.start() for batch in self._copies]
+
+
+def _describe_layout(entries: Sequence[Entry]) -> list[tuple[str, str, tuple[int, ...], int]]:
+    return [(entry.name, entry.dtype, entry.shape, entry.offset) for entry in entries]
+
+
+def _list_addresses(tensors: Iterable[Tensor]) -> list[tuple[int, int, bool]]:
+    return [(tensor.data_ptr(), tensor.nbytes, tensor.is_contiguous()) for tensor in tensors]

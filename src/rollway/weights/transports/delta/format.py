@@ -1,12 +1,7 @@
-"""The bytes of one tensor's change: where elements changed, and to which bits.
-
-    old ─┐                                 ┌─ places: gaps │ bitmap │ all of them
-         ├─ compare words ─> positions ────┤                                       ─> zstd
-    new ─┘                                 └─ values: the new bits │ steps from the old ones
+"""The bytes of one tensor's change: a header, where elements changed, and to which bits.
 
 Elements are compared as integers: a NaN equals itself, and -0.0 differs from 0.0. Only packed bytes
-leave a GPU. The header carries the digests of the tensor before and after the change. `apply`
-leaves a tensor with exactly the new bytes, or as it was.
+leave a GPU. The header carries the digests of the tensor before and after the change.
 """
 
 from __future__ import annotations
@@ -18,17 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
-import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.device_copies import copy_to_host
-from rollway.weights.digest.changes import Changes, is_majority, pick
+from rollway.weights.digest.changes import Changes, Pair, is_majority
 from rollway.weights.digest.checksums import (
     DTYPES,
     Checksum,
     describe,
-    digest,
     digests,
     dtype_name,
     integers,
@@ -37,6 +30,7 @@ from rollway.weights.digest.checksums import (
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.offer import Count
 from rollway.weights.transports.delta.packing import (
+    Compression,
     Packed,
     Places,
     Values,
@@ -46,13 +40,6 @@ from rollway.weights.transports.delta.packing import (
     start_packing,
 )
 from rollway.weights.transports.delta.store import Buffer
-from rollway.weights.transports.delta.unpacking import (
-    add_bits,
-    damaged,
-    decompress,
-    read_whole,
-    unpack,
-)
 from rollway.weights.untrusted import check_shape
 
 _MAGIC = b"RWD1"
@@ -83,6 +70,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The number of changed elements."""
     places_bytes: Count
     values_bytes: Count
+    planes: Count | None = None
+    """How many bytes of each value are there, the lower ones; None for all, as in versions of older
+    publishers."""
+    compression: Compression = "zstd"
 
     @property
     def elements(self) -> int:
@@ -91,6 +82,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def value_planes(self) -> int:
+        return self.element_bytes if self.planes is None else self.planes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +117,37 @@ def encode(
     version: int = 1,
     base: int = 0,
     before: str | None = None,
+    compression: Compression = "zstd",
 ) -> Encoded:
     """Pack the change from `old` to `new`, or all of `new` if there is no `old`.
 
     `before` is the digest of `old`; passing a known one saves a read of every byte."""
-    return encode_all([(name, old, new, before)], version=version, base=base)[0]
+    change = (name, old, new, before)
+    return encode_all([change], version=version, base=base, compression=compression)[0]
 
 
-def encode_all(changes: Sequence[Change], *, version: int = 1, base: int = 0) -> list[Encoded]:
+def encode_all(
+    changes: Sequence[Change],
+    *,
+    version: int = 1,
+    base: int = 0,
+    compression: Compression = "zstd",
+) -> list[Encoded]:
     """Encode the changes of several tensors on one device.
 
     A GPU handles many tensors per launch: waiting for each would take longer than comparing it."""
     with open_pool() as pool:
-        return start_encoding(changes, pool, version=version, base=base)()
+        return start_encoding(changes, pool, version, base, compression)()
 
 
 def start_encoding(
-    changes: Sequence[Change], pool: ThreadPoolExecutor, *, version: int = 1, base: int = 0
+    changes: Sequence[Change],
+    pool: ThreadPoolExecutor,
+    version: int,
+    base: int,
+    compression: Compression,
 ) -> Callable[..., list[Encoded]]:
-    """Do the same, but return a function that waits until threads have compressed the changes.
+    """Do the same, but return a function that waits until the changes are compressed.
 
     Meanwhile the device can compare other tensors. If old and new tensors change before the
     function is called, it needs copies of the new ones by name, for those that are sent whole."""
@@ -148,9 +155,9 @@ def start_encoding(
         check_same_kind(name, old, new)
     as_bits = [(integers(old), integers(new)) for _, old, new, _ in changes if old is not None]
     if _is_on_gpu(as_bits):
-        wait = start_packing(as_bits, pool)
+        wait = start_packing(as_bits, pool, compression)
     else:
-        wait = [pack(*pair) for pair in as_bits].copy
+        wait = [pack(*pair, compression) for pair in as_bits].copy
     befores = _complete_digests([(known, old) for _, old, _, known in changes])
 
     def finish(copies: Mapping[str, Tensor] | None = None) -> list[Encoded]:
@@ -181,21 +188,21 @@ def _encode_rows(rows: Sequence[_Row], version: int, base: int) -> list[Encoded]
     encoded = []
     for (name, tensor, change, before), after in zip(rows, _complete_digests(known), strict=True):
         packed = change or _pack_whole(next(whole), tensor)
-        encoded.append(_encode(name, tensor, version, base, packed, before, after))
+        encoded.append(_describe(name, tensor, version, base, packed, before, after))
     return encoded
 
 
 def encode_changes(
     name: str, tensor: Tensor, changes: Changes, checksum: Checksum,
-    *, version: int, base: int, before: str,
+    *, version: int, base: int, before: str, compression: Compression,
 ) -> Encoded:  # fmt: skip
     """Encode known changes of a tensor in CPU memory, which has them and the checksum already."""
     packed = _pack_whole(raw_bytes(tensor), tensor)
     if not is_majority(changes[0].numel(), tensor.numel()):  # a sample had shown fewer
-        change = pack_changes(changes, tensor.numel())
+        change = pack_changes(changes, tensor.numel(), compression)
         packed = packed if _is_longer(change, tensor) else change
     packed = replace(packed, checksum=checksum)
-    return _encode(name, tensor, version, base, packed, before, checksum.digest)
+    return _describe(name, tensor, version, base, packed, before, checksum.digest)
 
 
 def check_same_kind(name: str, old: Tensor | None, new: Tensor) -> None:
@@ -219,7 +226,7 @@ def _is_longer(change: Packed | None, tensor: Tensor) -> bool:
     return bool(len(change.place_bytes) + len(change.value_bytes) >= tensor.nbytes)
 
 
-def _is_on_gpu(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+def _is_on_gpu(pairs: Sequence[Pair]) -> bool:
     return bool(pairs) and bool(pairs[0][0].is_cuda)
 
 
@@ -231,10 +238,11 @@ def _complete_digests(rows: Sequence[tuple[str | None, Tensor | None]]) -> list[
 
 
 def _pack_whole(raw: Tensor, tensor: Tensor) -> Packed:
-    return Packed("whole", tensor.numel(), b"", "new", memoryview(raw.numpy()))
+    plain = memoryview(raw.numpy())
+    return Packed("whole", tensor.numel(), b"", "new", tensor.element_size(), plain, "none")
 
 
-def _encode(
+def _describe(
     name: str, new: Tensor, version: int, base: int, change: Packed, before: str, after: str
 ) -> Encoded:
     is_whole = change.places == "whole"
@@ -251,6 +259,8 @@ def _encode(
         count=change.count,
         places_bytes=len(change.place_bytes),
         values_bytes=len(change.value_bytes),
+        planes=change.planes,
+        compression=change.compression,
     )
     checksum = change.checksum
     word_sum = checksum.word_sum if checksum is not None else None
@@ -258,7 +268,7 @@ def _encode(
 
 
 def decode(data: Buffer) -> Encoded:
-    """Read what `to_bytes` wrote. `apply`, which knows the tensor, checks the payload."""
+    """Read what `to_bytes` wrote. Who knows the tensor checks the payload."""
     view = memoryview(data)
     length = int.from_bytes(view[4:_PREFIX_BYTES], "little")
     if bytes(view[:4]) != _MAGIC or length > min(_MAX_HEADER_BYTES, len(view) - _PREFIX_BYTES):
@@ -272,107 +282,8 @@ def decode(data: Buffer) -> Encoded:
     return Encoded(header, payload[: header.places_bytes], payload[header.places_bytes :])
 
 
-def apply(encoded: Encoded, tensor: Tensor, out: Tensor | None = None) -> Tensor | None:
-    """Apply a change to `tensor`, in place or into a copy in `out`.
-
-    Returns the flat positions that were written, or None if that is all of them. If the result
-    does not match the header's digest, the old values are restored, and the error says whether
-    the base was wrong or the change is damaged."""
-    header = encoded.header
-    target = tensor if out is None else out
-    for candidate in (tensor, target):
-        _check_kind(header, candidate)
-    if not target.is_contiguous():
-        contiguous = target.contiguous()
-        written = apply(encoded, tensor, contiguous)
-        target.detach().copy_(contiguous)
-        return written
-    if header.places == "whole":
-        _apply_whole(encoded, target)
-        return None
-    if target is not tensor:
-        target.detach().copy_(tensor)
-    return _apply_change(encoded, tensor, integers(target))[0]
-
-
-def patch(encoded: Encoded, tensor: Tensor) -> Callable[[], object]:
-    """Apply a change in place to a contiguous tensor; return a function that undoes it.
-
-    The cost is that of the changed elements, and of one look at all for the digest."""
-    _check_kind(encoded.header, tensor)
-    bits = integers(tensor)
-    if encoded.header.places == "whole":
-        before = bits.clone()
-        _apply_whole(encoded, tensor)
-        return lambda: bits.copy_(before)
-    positions, old = _apply_change(encoded, tensor, bits)
-    return lambda: _write(bits, positions, old)
-
-
-def _check_kind(header: Header, tensor: Tensor) -> None:
-    if (dtype_name(tensor), tuple(tensor.shape)) != (header.dtype, header.shape):
-        raise WeightsError(
-            f"A change of {header.name} is for {header.dtype}{list(header.shape)}, "
-            f"the tensor is {describe(tensor)}."
-        )
-
-
-def read_elements(tensor: Tensor, positions: Tensor) -> Tensor:
-    """Return the bits of the elements at flat positions."""
-    return _pick(integers(tensor), positions)
-
-
-def write_elements(tensor: Tensor, positions: Tensor, bits: Tensor) -> None:
-    """Write the bits of the elements at flat positions of a contiguous tensor."""
-    _write(integers(tensor), positions, bits)
-
-
-def empty(header: Header) -> Tensor:
-    """Return an uninitialised CPU tensor for a whole change."""
-    return torch.empty(header.shape, dtype=DTYPES[header.dtype])
-
-
-def _apply_whole(encoded: Encoded, target: Tensor) -> None:
-    raw_bytes(target).copy_(read_whole(encoded))
-
-
-def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Write the changed elements; return their positions, and the bits that they had."""
-    header = encoded.header
-    positions, values, relative = unpack(decompress(encoded), bits.device)
-    old = bits.clone() if positions is None else _pick(bits, positions)
-    if header.places != "none":
-        _write(bits, positions, add_bits(old, values) if relative else values)
-    is_right = False
-    try:
-        is_right = digest(bits) == header.digest
-    finally:  # also when the digest itself failed, as for lack of memory
-        if not is_right:
-            _write(bits, positions, old)
-    if is_right:
-        return positions, old
-    if digest(base) != header.before:
-        raise WeightsError(
-            f"{header.name} is not of version {header.base}, which the change applies to.",
-            "Apply the versions in order, or start from a snapshot.",
-        )
-    raise damaged(f"{header.name} does not match its checksum after the change.")
-
-
-def _write(bits: Tensor, positions: Tensor | None, values: Tensor) -> None:
-    if positions is None:
-        bits.copy_(values)
-    elif bits.device.type == "cpu":
-        # numpy, because torch's threads wait for each other when cores are busy.
-        bits.numpy()[positions.numpy()] = values.numpy()
-    else:
-        bits.scatter_(0, positions, values)
-
-
-def _pick(bits: Tensor, positions: Tensor) -> Tensor:
-    if bits.device.type == "cpu":
-        return torch.from_numpy(bits.numpy().take(positions.numpy()))
-    return pick(bits, positions)
+def damaged(message: str) -> WeightsError:
+    return WeightsError(message, "It was damaged in transit, or is being written; read it again.")
 
 
 def _check_header(header: Header, payload_bytes: int) -> None:
@@ -394,6 +305,7 @@ def _check_header(header: Header, payload_bytes: int) -> None:
             and header.places_bytes + header.values_bytes == payload_bytes
             and (header.base is None) == (header.before is None) == is_whole
             and (not is_whole or header.values_bytes == header.elements * header.element_bytes)
+            and (header.places == "none" or 0 < header.value_planes <= header.element_bytes)
         )
     if not is_consistent:
         raise damaged("The header of a change contradicts itself.")

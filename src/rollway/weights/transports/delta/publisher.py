@@ -6,6 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import msgspec
 import torch
@@ -15,11 +16,17 @@ from rollway.errors import UsageError
 from rollway.weights import leftovers
 from rollway.weights.copies import copy_all
 from rollway.weights.device_copies import stream_to_host
-from rollway.weights.digest.changes import is_mostly_changed
+from rollway.weights.digest.changes import RunningSums, is_mostly_changed
 from rollway.weights.digest.checksums import integers, word_sums
-from rollway.weights.digest.running import RunningSums
 from rollway.weights.offer import Offer
-from rollway.weights.transports.base import NamedTensor, Publisher, Source, named_tensors
+from rollway.weights.transports.base import (
+    NamedTensor,
+    Publisher,
+    Source,
+    check_next,
+    check_retention,
+    named_tensors,
+)
 from rollway.weights.transports.delta.format import (
     Change,
     Encoded,
@@ -28,8 +35,11 @@ from rollway.weights.transports.delta.format import (
     encode_changes,
     start_encoding,
 )
-from rollway.weights.transports.delta.manifest import (
+from rollway.weights.transports.delta.packing import Compression, open_pool
+from rollway.weights.transports.delta.store import Buffer, Store
+from rollway.weights.transports.delta.versions import (
     OBJECTS,
+    DeltaVersions,
     Entry,
     Kind,
     Manifest,
@@ -37,10 +47,6 @@ from rollway.weights.transports.delta.manifest import (
     manifest_key,
     object_key,
 )
-from rollway.weights.transports.delta.packing import open_pool
-from rollway.weights.transports.delta.reader import DeltaVersions
-from rollway.weights.transports.delta.store import Buffer, Store
-from rollway.weights.transports.versions import check_next, check_retention
 
 _BATCH_BYTES = 2 << 30
 """Bytes that a GPU encodes together."""
@@ -64,12 +70,14 @@ class DeltaPublisher(Publisher):
         max_off_policy_steps: int = 1,
         hold_on_cpu: bool = False,
         temporary: bool = False,
+        compression: Compression = "zstd",
     ) -> None:
         """Write to `carrier`, a snapshot every `snapshot_every` versions.
 
         The newest `keep_recent` versions stay readable. `hold_on_cpu` keeps the copy of the last
         version in CPU memory, for trainers whose GPU has no space for it. `temporary` removes the
-        store when the publisher closes or its process ends, however it ends."""
+        store when the publisher closes or its process ends, however it ends. `compression` is
+        "zstd" or "none"."""
         check_retention(keep_recent, max_off_policy_steps)
         if snapshot_every < 1:
             raise UsageError("snapshot_every is less than 1.", "Set it to 1 or more.")
@@ -78,6 +86,10 @@ class DeltaPublisher(Publisher):
         self._snapshot_every = snapshot_every
         self._keep_recent = keep_recent
         self._hold_on_cpu = hold_on_cpu
+        if compression not in get_args(Compression):
+            raise UsageError(f"There is no compression {compression}.", 'Use "zstd" or "none".')
+        self._compression: Compression = compression
+        self._durable = not temporary  # a power loss ends the publisher, and its store with it
         self._guard = leftovers.Guard(carrier.root) if temporary else None
         self._held: dict[str, Tensor] = {}
         self._running: dict[str, RunningSums] = {}
@@ -102,7 +114,7 @@ class DeltaPublisher(Publisher):
         try:
             manifest = self._write(version, named)
             # Last: a version exists for readers once its manifest does.
-            self._store.put(manifest_key(version), manifest.to_bytes())
+            self._store.put(manifest_key(version), manifest.to_bytes(), durable=self._durable)
         except BaseException:
             # The held tensors may be half of a version that nobody will see: drop them, so that
             # the next version is a snapshot.
@@ -133,13 +145,14 @@ class DeltaPublisher(Publisher):
         if self._last is None or self._since_snapshot + 1 >= self._snapshot_every:
             snapshot = self._put(version, "snapshot", self._encode_snapshot(version, entries))
         base = self._last.version if self._last else None
-        return Manifest(1, version, base, entries, delta, snapshot)
+        return Manifest(2, version, base, entries, delta, snapshot)
 
     def _put(self, version: int, kind: Kind, parts: Iterator[Buffer]) -> Object:
         key = object_key(version, kind)
         # A power loss ends the trainer too, and the next publisher begins with a snapshot. A reader
         # that meets a delta which the disk never got refuses it by its size and its digests.
-        return Object(key, self._store.put(key, parts, durable=kind == "snapshot"))
+        durable = self._durable and kind == "snapshot"
+        return Object(key, self._store.put(key, parts, durable=durable))
 
     def _hold(self, tensors: Iterable[NamedTensor]) -> None:
         for name, tensor in tensors:
@@ -208,7 +221,7 @@ class DeltaPublisher(Publisher):
         assert self._last is not None
         known = self._last.tensors
         changes: list[Change] = [(n, self._held[n], t, known[n].digest) for n, t in batch]
-        finish = start_encoding(changes, pool, version=version, base=self._last.version)
+        finish = start_encoding(changes, pool, version, self._last.version, self._compression)
         copy_all([(self._held[name], tensor.detach()) for name, tensor in batch])
         return lambda: finish(self._held)
 
@@ -222,7 +235,9 @@ class DeltaPublisher(Publisher):
         old, new = integers(held), integers(tensor)
         if is_mostly_changed(old, new):
             change: Change = (name, held, tensor, before)
-            encoded = encode_all([change], version=version, base=self._last.version)
+            encoded = encode_all(
+                [change], version=version, base=self._last.version, compression=self._compression
+            )
             held.copy_(tensor.detach())
             self._running.pop(name, None)
             return lambda: encoded
@@ -234,6 +249,7 @@ class DeltaPublisher(Publisher):
         future = pool.submit(
             encode_changes, name, held, changes, checksum,
             version=version, base=self._last.version, before=before,
+            compression=self._compression,
         )  # fmt: skip
         return lambda: [future.result()]
 

@@ -15,8 +15,11 @@ import secrets
 import shutil
 import stat
 import time
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 from rollway.errors import UsageError, WeightsError
 from rollway.processes import SHM
@@ -26,6 +29,9 @@ from rollway.weights.checkpoint import sync
 Buffer = bytes | bytearray | memoryview
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 _SHARED = "rollway-deltas-"
+_WRITTEN_BYTES = 8 << 20
+"""What is written together."""
+_MOST_WAITING = 4
 _GONE = (errno.ENOENT, errno.ESTALE)
 
 
@@ -49,8 +55,7 @@ class Store:
             with scratch.open("xb") as file:
                 if self._private:
                     os.fchmod(file.fileno(), 0o600)
-                for chunk in chunks:
-                    file.write(chunk)
+                _write_beside(file, chunks)
                 file.flush()
                 if durable:
                     # Before the rename: after a power loss, the name must not point at nothing.
@@ -113,6 +118,25 @@ class Store:
             sync(directory.parent)
 
 
+def _write_beside(file: BinaryIO, chunks: Iterable[Buffer]) -> None:
+    """Write chunks in a thread, while the caller's generator works on the next ones."""
+    waiting: deque[Future[None]] = deque()
+    group: list[Buffer] = []
+    size = 0
+    with ThreadPoolExecutor(1) as writer:
+        for chunk in chunks:
+            group.append(chunk)
+            size += len(chunk)
+            if size >= _WRITTEN_BYTES:
+                waiting.append(writer.submit(file.writelines, group))
+                group, size = [], 0
+            if len(waiting) > _MOST_WAITING:
+                waiting.popleft().result()
+        waiting.append(writer.submit(file.writelines, group))
+        for written in waiting:
+            written.result()
+
+
 class SharedMemory(Store):
     """A store in memory, for readers of this user on this machine.
 
@@ -155,10 +179,17 @@ class Blob:
 
     def read(self, start: int, size: int) -> bytearray:
         """Return `size` bytes from `start`, or raise."""
-        if start < 0 or size < 0 or start + size > self.size:
+        if size < 0 or start + size > self.size:  # before memory is allocated for it
             raise WeightsError(f"{self._name} is cut short: it has {self.size} bytes.")
         data = bytearray(size)
-        view, done = memoryview(data), 0
+        self.read_into(start, memoryview(data))
+        return data
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill memory with the bytes from `start`, or raise. It is called from several threads."""
+        size, done = len(view), 0
+        if start < 0 or start + size > self.size:
+            raise WeightsError(f"{self._name} is cut short: it has {self.size} bytes.")
         try:
             while done < size:
                 count = os.preadv(self._file, [view[done:]], start + done)
@@ -167,7 +198,6 @@ class Blob:
                 done += count
         except OSError as error:
             raise self._describe_error(error) from error
-        return data
 
     def close(self) -> None:
         os.close(self._file)

@@ -1,14 +1,21 @@
-"""Unpack what changed in a tensor: on the host only what zstd compressed, the rest on the device.
+"""Unpack what changed: on the host only what zstd compressed, the rest on the device.
 
     packed bytes ── zstd, on the host ──► Streams ── to a device ──► flat positions, bits
 
-Streams take a few bytes for each changed element, so they are all that a device receives.
+Streams take a few bytes for each changed element, so they are all that a device receives. A GPU
+gets those of many tensors in one copy, and unpacks them with few kernels:
+
+    gap streams of a batch ─► sums of gaps ─► positions of all tensors
+    value planes of a batch ─► bits of all tensors
 """
 
 from __future__ import annotations
 
+import struct
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -16,13 +23,18 @@ import zstandard
 from torch import Tensor
 
 from rollway.errors import WeightsError
+from rollway.weights.device_copies import join_on_device
 from rollway.weights.digest.changes import ESCAPE
 from rollway.weights.digest.checksums import digest
+from rollway.weights.transports.base import ChangedElements
+from rollway.weights.transports.delta.format import Encoded, Header, damaged
+from rollway.weights.transports.delta.packing import count_threads
 from rollway.weights.transports.delta.store import Buffer
 
-if TYPE_CHECKING:
-    from rollway.weights.transports.delta.format import Encoded, Header
-
+BATCH = 1 << 24
+"""Bytes of gaps that are unpacked together; each takes up to 48 bytes of scratch memory."""
+_WORTH_THREADS = 1 << 20
+"""Bytes from which on threads decompress."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Unpacked = tuple[Tensor | None, Tensor, bool]
 """Flat positions in order, or None for all elements; their bits as integers; and whether the bits
@@ -51,39 +63,106 @@ class Streams:
 
 
 def decompress(encoded: Encoded) -> Streams:
-    """Decompress a change. It is called from several threads."""
-    header = encoded.header
-    nothing = torch.empty(0, dtype=torch.uint8)
-    if header.places == "none":
-        return Streams(header, nothing, nothing)
-    if header.places == "whole":
-        return Streams(header, nothing, read_whole(encoded))
-    places = nothing
-    if header.places == "gaps":
-        places = _decompress(header, encoded.places, header.count + header.elements // ESCAPE)
-    elif header.places == "bitmap":
-        places = _decompress(header, encoded.places, (header.elements + 7) // 8)
-    size = header.count * header.element_bytes
-    values = _decompress(header, encoded.values, size)
-    if values.numel() != size:
+    """Decompress one change."""
+    return decompress_all([encoded])[0]
+
+
+def decompress_all(changes: Sequence[Encoded], run: Tensor | None = None) -> list[Streams]:
+    """Decompress changes, in threads of zstd's own that do not need the interpreter.
+
+    `run` is the memory that the changes were read into: streams that were not compressed are then
+    slices of it, which one copy brings to a device."""
+    streams: list[Buffer] = []
+    frames: list[int] = []
+    sizes: list[int] = []
+    for change in changes:
+        for data, most in zip((change.places, change.values), _limit(change.header), strict=True):
+            if most and change.header.compression == "zstd" and change.header.places != "whole":
+                frames.append(len(streams))
+                sizes.append(_read_size(change.header, data, most))
+            elif len(data) > most:
+                raise _wrong_size(change.header)
+            streams.append(data)
+    plain = [_slice(data, run) for data in streams]
+    if frames:
+        names = [changes[at // 2].header.name for at in frames]
+        decompressed = _decompress([streams[at] for at in frames], sizes, names)
+        for at, tensor in zip(frames, decompressed, strict=True):
+            plain[at] = tensor
+    pairs = zip(changes, plain[::2], plain[1::2], strict=True)
+    return [_check(Streams(change.header, *both)) for change, *both in pairs]
+
+
+def _limit(header: Header) -> tuple[int, int]:
+    """Return how many bytes the positions and the values can need, whatever a stream claims."""
+    places = {
+        "gaps": header.count + header.elements // ESCAPE,
+        "bitmap": (header.elements + 7) // 8,
+    }
+    planes = header.element_bytes if header.places == "whole" else header.value_planes
+    return places.get(header.places, 0), header.count * planes
+
+
+def _check(streams: Streams) -> Streams:
+    header = streams.header
+    if streams.values.numel() != _limit(header)[1]:
         raise damaged(f"Values of {header.name} are missing.")
-    return Streams(header, places, values)
+    if header.places == "whole" and digest(streams.values) != header.digest:
+        raise damaged(f"{header.name} does not match its checksum.")
+    return streams
 
 
-def read_whole(encoded: Encoded) -> Tensor:
-    """Return the bytes of a tensor that was sent whole, after a look at their digest."""
-    raw = _tensor_from(encoded.values)
-    if digest(raw) != encoded.header.digest:
-        raise damaged(f"{encoded.header.name} does not match its checksum.")
-    return raw
+def _read_size(header: Header, frame: Buffer, at_most: int) -> int:
+    try:
+        size = zstandard.get_frame_parameters(frame).content_size
+    except zstandard.ZstdError as error:
+        raise damaged(f"A change of {header.name} cannot be decompressed ({error}).") from error
+    if not 0 < size <= at_most:
+        raise _wrong_size(header)
+    return int(size)
+
+
+def _wrong_size(header: Header) -> WeightsError:
+    return damaged(f"A change of {header.name} has a wrong size inside.")
+
+
+def _decompress(
+    frames: Sequence[Buffer], sizes: Sequence[int], names: Sequence[str]
+) -> list[Tensor]:
+    try:
+        plain = zstandard.ZstdDecompressor().multi_decompress_to_buffer(
+            list(frames),
+            decompressed_sizes=struct.pack(f"={len(sizes)}Q", *sizes),
+            threads=count_threads() if sum(sizes) > _WORTH_THREADS else 1,
+        )
+    except zstandard.ZstdError as error:
+        which = f"A change of {names[0]}" if len(set(names)) == 1 else "A change"
+        raise damaged(f"{which} cannot be decompressed ({error}).") from error
+    with warnings.catch_warnings():
+        # zstd's memory is read-only, of which torch warns. Nothing writes to these tensors.
+        warnings.simplefilter("ignore")
+        return [torch.frombuffer(plain[i], dtype=torch.uint8) for i in range(len(plain))]
+
+
+def _slice(data: Buffer, run: Tensor | None) -> Tensor:
+    if len(data) == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if run is not None:
+        start = np.frombuffer(data, np.uint8).ctypes.data - run.data_ptr()
+        return run[start : start + len(data)]
+    # torch warns about memory that it cannot write to.
+    writable = bytearray(data) if memoryview(data).readonly else data
+    return torch.frombuffer(writable, dtype=torch.uint8)
 
 
 def unpack(streams: Streams, device: torch.device) -> Unpacked:
     """Return positions and bits on a device."""
     header = streams.header
     if header.places == "whole":
-        bits = streams.values.to(device).view(_INTEGERS[header.element_bytes])
-        return None, bits, False
+        raw = streams.values.to(device)
+        # A slice of what was read may begin anywhere, but integers may not.
+        aligned = raw.clone() if raw.storage_offset() % header.element_bytes else raw
+        return None, aligned.view(_INTEGERS[header.element_bytes]), False
     return _unpack_places(streams, device), *_unpack_values(streams, device)
 
 
@@ -134,50 +213,101 @@ def _unpack_values(streams: Streams, device: torch.device) -> tuple[Tensor, bool
     """Return the new bits, or the steps to them and True."""
     header = streams.header
     is_relative = header.values == "steps"
-    size, count = header.element_bytes, header.count
+    size, planes = header.element_bytes, header.value_planes
     if uses_numpy(device):
-        planes = np.ascontiguousarray(streams.values.numpy().reshape(size, count).T)
-        plain = planes.reshape(-1).view(f"i{size}")
+        wide = np.zeros((header.count, size), np.uint8)
+        wide[:, :planes] = streams.values.numpy().reshape(planes, header.count).T
+        plain = wide.reshape(-1).view(f"i{size}")
         if is_relative:
             plain = ((plain >> 1) & np.iinfo(plain.dtype).max) ^ -(plain & 1)  # undo the zigzag
         return torch.from_numpy(plain), is_relative
-    return join_planes(streams.values.to(device), size, is_relative), is_relative
+    rows = streams.values.to(device).view(planes, -1)
+    return join_planes(rows, size, is_relative), is_relative
 
 
 def join_planes(planes: Tensor, size: int, is_relative: bool) -> Tensor:
-    """Return values of `size` bytes; all their first bytes come first, then all second bytes."""
-    values = planes.view(size, -1).t().contiguous().view(-1).view(_INTEGERS[size])
+    """Return values of `size` bytes, of which the lower ones are the rows of `planes`."""
+    if len(planes) == 1:
+        values = planes[0].to(_INTEGERS[size])
+    else:
+        wide = planes.new_zeros((planes.shape[1], size))
+        wide[:, : len(planes)] = planes.t()
+        values = wide.view(-1).view(_INTEGERS[size])
     if is_relative:
         values = ((values >> 1) & torch.iinfo(values.dtype).max) ^ -(values & 1)  # undo the zigzag
     return values
 
 
-def _decompress(header: Header, data: Buffer, at_most: int) -> Tensor:
-    """Decompress no more bytes than the tensor can need, whatever the stream claims."""
-    try:
-        size = zstandard.get_frame_parameters(data).content_size
-        if not 0 < size <= at_most:
-            raise damaged(f"A change of {header.name} has a wrong size inside.")
-        plain = np.empty(size, np.uint8)
-        # `decompress` returns bytes, which must be copied: in Python, one thread at a time.
-        with zstandard.ZstdDecompressor().stream_reader(data) as stream:
-            rest = plain.data
-            while len(rest) and (count := stream.readinto(rest)):
-                rest = rest[count:]
-    except zstandard.ZstdError as error:
-        raise damaged(f"A change of {header.name} cannot be decompressed ({error}).") from error
-    if len(rest):
-        raise damaged(f"A change of {header.name} ends too early.")
-    return torch.from_numpy(plain)
+@dataclass(frozen=True, slots=True)
+class StepStreams:
+    """What changed from one version to the next, in host memory."""
+
+    changes: Sequence[Streams]
+
+    def move(self, device: torch.device) -> Iterator[tuple[str, ChangedElements]]:
+        """Yield the changed elements of each tensor on a device."""
+        alone = [c for c in self.changes if uses_numpy(device) or c.header.places != "gaps"]
+        for change in alone:
+            positions, bits, relative = unpack(change, device)
+            if positions is None:
+                positions = torch.arange(bits.numel(), device=device)
+            yield change.name, ChangedElements(positions, bits, relative)
+        if len(alone) < len(self.changes):
+            for batch in _split_batches([c for c in self.changes if c.header.places == "gaps"]):
+                yield from _move_batch(batch, device)
 
 
-def damaged(message: str) -> WeightsError:
-    return WeightsError(message, "It was damaged in transit, or is being written; read it again.")
+def _split_batches(changes: Sequence[Streams]) -> Iterator[list[Streams]]:
+    """Yield changes with values of one kind, and bounded scratch memory."""
+    by_kind: dict[tuple[int, int, str], list[Streams]] = {}
+    for change in changes:
+        kind = change.element_bytes, change.header.value_planes, change.header.values
+        by_kind.setdefault(kind, []).append(change)
+    for same_kind in by_kind.values():
+        batch: list[Streams] = []
+        for change in same_kind:
+            if batch and sum(c.places.numel() for c in [*batch, change]) > BATCH:
+                yield batch
+                batch = []
+            batch.append(change)
+        yield batch
 
 
-def _tensor_from(data: Buffer) -> Tensor:
-    if len(data) == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    # torch warns about memory that it cannot write to.
-    writable = bytearray(data) if memoryview(data).readonly else data
-    return torch.frombuffer(writable, dtype=torch.uint8)
+def _move_batch(
+    batch: Sequence[Streams], device: torch.device
+) -> Iterator[tuple[str, ChangedElements]]:
+    ends = list(accumulate((change.count for change in batch), initial=0))
+    header = batch[0].header
+    count, relative = header.value_planes, header.values == "steps"
+    # All first bytes together, then all second bytes, as in the values of a single tensor.
+    planes = [c.values.view(count, c.count)[plane] for plane in range(count) for c in batch]
+    joined = join_on_device([*(change.places for change in batch), *planes], device)
+    gaps, values = joined.split([joined.numel() - count * ends[-1], count * ends[-1]])
+    positions = _find_positions(batch, gaps, ends)
+    bits = join_planes(values.view(count, -1), header.element_bytes, relative)
+    for change, (first, end) in zip(batch, pairwise(ends), strict=True):
+        elements = ChangedElements(positions[first:end], bits[first:end], relative)
+        yield change.name, elements
+
+
+def _find_positions(batch: Sequence[Streams], stream: Tensor, ends: list[int]) -> Tensor:
+    """Return the positions of all tensors, each from the start of its own tensor."""
+    device = stream.device
+    lengths = list(accumulate(change.places.numel() for change in batch))
+    at = torch.nonzero(stream != ESCAPE).view(-1)
+    byte_ends = torch.tensor(lengths, device=device)
+    if torch.searchsorted(at, byte_ends).tolist() != ends[1:]:
+        raise damaged(f"The positions in a change of {batch[0].name} or later are wrong.")
+    sums = stream.cumsum(0, dtype=torch.int64)
+    # Before a changed element are the gaps so far, and the changed elements so far.
+    positions = sums.index_select(0, at)
+    positions += torch.arange(positions.numel(), device=device)
+    counts = torch.tensor([change.count for change in batch], device=device)
+    starts = torch.zeros_like(counts)
+    starts[1:] = sums.index_select(0, byte_ends[:-1] - 1) + counts.cumsum(0)[:-1]
+    positions -= torch.repeat_interleave(starts, counts, output_size=positions.numel())
+    lasts = positions.index_select(0, counts.cumsum(0) - 1).tolist()
+    for change, last in zip(batch, lasts, strict=True):
+        if last >= change.header.elements:
+            raise damaged(f"The positions in a change of {change.name} are wrong.")
+    return positions

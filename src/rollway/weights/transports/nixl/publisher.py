@@ -12,7 +12,7 @@ from rollway.weights.digest.checksums import digest, dtype_name
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
 from rollway.weights.planning.targets import LocalTensor, TensorInfo
-from rollway.weights.transports.base import NamedTensor, Publisher, Source
+from rollway.weights.transports.base import NamedTensor, Publisher, Source, check_next
 from rollway.weights.transports.entries import lay_out, view_entry
 from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Pool, unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
@@ -25,7 +25,6 @@ from rollway.weights.transports.nixl.listing import (
     write_listing,
 )
 from rollway.weights.transports.nixl.windows import ALIGNED
-from rollway.weights.transports.versions import check_next
 
 
 class NixlPublisher(Publisher):

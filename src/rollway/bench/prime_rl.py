@@ -1,0 +1,406 @@
+"""`rollway bench prime-rl`: prime-rl's own clients through the server, against Dynamo alone.
+
+    throughput   the released `renderers` client, at the server and straight at Dynamo's own
+                 generate route of the same workers, by turns
+    controller   how many episodes prime-rl's own concurrency controller allows, by which address
+                 it reads the engines' metrics from (from a checkout: ROLLWAY_PRIME_RL_SRC)
+    pause        how long running rollouts get no token while a model of 500 MB is broadcast, and
+                 while Dynamo updates it from disk
+    broadcast    prime-rl's `nccl` broadcast over gloo, against Rollway's own `collective`
+
+All engines are real vLLM workers. Arms alternate, and a ratio is the median of the rounds' ratios:
+a machine that slows down affects both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+
+from rollway.aio import Stack, up
+from rollway.api import make_spec
+from rollway.bench import Say, prime_rl_broadcast, round_floats
+from rollway.bench.refit import build_model, change_all
+from rollway.errors import RollwayError, UsageError
+from rollway.http import Http
+from rollway.integrations.prime_rl.broadcast import BroadcastSender
+from rollway.rollout.client import events
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.wire import completion_request
+from rollway.weights.transports.files import read_tensors
+
+SOURCE = "ROLLWAY_PRIME_RL_SRC"
+"""Environment variable: a checkout of prime-rl, which is not on a package index."""
+LIMITS = {
+    "single": 0.85, "64": 0.9, "512": 0.9, "controller": 1.0, "pause": 0.25, "broadcast": 0.8,
+}  # fmt: skip
+"""The pause at most, the others at least."""
+MODEL = "bench"
+_DRIVER = Path(__file__).with_name("prime_rl_driver.py")
+_DRIVER_SECONDS = 900.0
+_ANSWER_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Episodes of two turns, so many at once."""
+
+    name: str
+    episodes: int
+    in_flight: int
+    rounds: int
+
+
+LOADS = (Load("single", 4, 1, 9), Load("64", 128, 64, 7), Load("512", 512, 512, 4))
+EPISODE = {"prompt_tokens": 128, "max_tokens": 64, "turns": 2}
+
+
+PARTS = ("throughput", "controller", "pause", "broadcast")
+
+
+async def bench_prime_rl(
+    python: Path, model: Path, scratch: Path, say: Say, *, parts: Sequence[str] = PARTS
+) -> dict[str, Any]:
+    """Measure these parts; `python` is the interpreter that has `renderers`."""
+    if not python.is_file():
+        raise UsageError(
+            f"There is no interpreter {python}.",
+            "Run `make setup-prime-rl`, or name the one that has renderers: --prime-rl-python.",
+        )
+    figures: dict[str, Any] = {"limits": LIMITS}
+    if set(parts) & {"throughput", "controller"}:
+        figures |= await _measure_clients(python, model, scratch, say, parts)
+    if "pause" in parts:
+        figures["pause"] = await _measure_pauses(scratch, say)
+    if "broadcast" in parts:
+        say("broadcast: 500 MB to two processes, by prime-rl's messages and by ours")
+        figures["broadcast"] = await asyncio.to_thread(prime_rl_broadcast.measure)
+    return round_floats(figures, ".4g")
+
+
+async def _measure_clients(
+    python: Path, model: Path, scratch: Path, say: Say, parts: Sequence[str]
+) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    args = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 64}
+    served = {"path": str(model), "name": MODEL, "replicas": 2, "args": args}
+    say("starting two vLLM workers")
+    spec = make_spec({"name": "bench-prime-rl", "models": [served]})
+    async with up(spec) as stack, _serve(stack.name, scratch) as server:
+        job = _Job(python, scratch, stack.frontend_url, server)
+        if "throughput" in parts:
+            figures["throughput"] = await asyncio.to_thread(_measure_throughput, job, model, say)
+        if "controller" in parts:
+            figures["controller"] = await asyncio.to_thread(_measure_controller, job, say)
+    return figures
+
+
+@contextlib.asynccontextmanager
+async def _serve(stack: str, output_dir: Path) -> AsyncIterator[str]:
+    """Run `rollway prime-rl serve` in a process of its own; yield its address."""
+    command = [sys.executable, "-m", "rollway.cli", "prime-rl", "serve", stack, "--json"]
+    command += ["--port", "0", "--output-dir", str(output_dir)]
+    command += ["--journal", str(output_dir / f"{stack}.jsonl")]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        if not line:
+            raise RollwayError("The server did not start.")
+        yield str(json.loads(line)["url"]).removesuffix("/v1")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+# --- throughput and controller --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Where the driver runs, and the two addresses that it compares."""
+
+    python: Path
+    scratch: Path
+    frontend: str
+    server: str
+
+    def run(self, part: str, job: dict[str, Any], **env: str) -> Iterator[dict[str, Any]]:
+        """Yield what the driver prints, in the environment of prime-rl's clients."""
+        file, log = self.scratch / f"{part}.json", self.scratch / f"{part}.log"
+        file.write_text(json.dumps(job))
+        # -P: `prime_rl` is prime-rl, not the module beside the driver.
+        command = [str(self.python), "-P", str(_DRIVER), part, str(file)]
+        quiet = {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+        with log.open("w") as errors:
+            driver = subprocess.Popen(
+                command,
+                env={**os.environ, **quiet, **env},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        assert driver.stdout is not None
+        try:
+            for line in driver.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+        finally:
+            if driver.poll() is None and sys.exc_info()[0] is not None:
+                driver.kill()
+            driver.wait(_DRIVER_SECONDS)
+        if driver.returncode:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            raise RollwayError(f"prime-rl's client ended with {driver.returncode}:\n{tail}")
+
+
+def _measure_throughput(job: _Job, model: Path, say: Say) -> dict[str, Any]:
+    runs = list_runs()
+    urls = {"rollway": f"{job.server}/v1", "dynamo": f"{job.frontend}/v1"}
+    fields = {"tokenizer": str(model), "model": MODEL, "urls": urls, "runs": runs, **EPISODE}
+    rates: dict[tuple[str, int], dict[str, float]] = {}
+    for run in job.run("episodes", fields):
+        rate = run["tokens"] / run["seconds"]
+        rates.setdefault((run["load"], run["round"]), {})[run["arm"]] = rate
+        say(f"{run['load']} in flight, {run['arm']}: {rate:.0f} tokens/s")
+    return {load.name: summarize(load, rates) for load in LOADS}
+
+
+def list_runs() -> list[dict[str, Any]]:
+    """List all runs in order. The first round of a load is its warm-up; then the two arms alternate
+    in which is first."""
+    return [
+        {
+            "name": f"{load.name}-{number}-{arm}",
+            "arm": arm,
+            "load": load.name,
+            "round": number,
+            "episodes": load.episodes,
+            "in_flight": load.in_flight,
+        }
+        for load in LOADS
+        for number in range(load.rounds + 1)
+        for arm in (("rollway", "dynamo"), ("dynamo", "rollway"))[number % 2]
+    ]
+
+
+def summarize(load: Load, rates: dict[tuple[str, int], dict[str, float]]) -> dict[str, Any]:
+    """Return tokens per second of each arm, and the ratio, without the warm-up."""
+    rounds = [rates[load.name, number] for number in range(1, load.rounds + 1)]
+    ratios = [both["rollway"] / both["dynamo"] for both in rounds]
+    return {
+        "tokens_per_second": {arm: median(r[arm] for r in rounds) for arm in rounds[0]},
+        "ratio": median(ratios),
+        "ratios": ratios,
+    }
+
+
+def _measure_controller(job: _Job, say: Say) -> dict[str, Any]:
+    """Return the episodes that prime-rl's controller allows with our metrics, and with Dynamo's."""
+    source = os.environ.get(SOURCE)
+    if not source:
+        return {"skipped": f"{SOURCE} names no checkout of prime-rl"}
+    job = replace(job, python=_find_source_python(job.python))
+    urls = {"rollway": job.server, "dynamo": job.frontend}
+    path = os.pathsep.join([f"{source}/src", f"{source}/packages/prime-rl-configs/src"])
+    lines = list(job.run("controller", {"urls": urls, "seq_len": 2048}, PYTHONPATH=path))
+    allowed = {line["arm"]: line["allowed"] for line in lines}
+    maximum = lines[0]["maximum"]
+    say(f"controller: {allowed} of {maximum} episodes")
+    return {"maximum": maximum, "allowed": allowed, "ratio": allowed["rollway"] / maximum}
+
+
+def _find_source_python(python: Path) -> Path:
+    """Return the interpreter for a checkout: that of the environment beside, if there is one."""
+    beside = python.parents[1].with_name(f"{python.parents[1].name}-src") / "bin" / "python"
+    return beside if beside.is_file() else python
+
+
+# --- pause ----------------------------------------------------------------------------------------
+
+PAUSE_ROUNDS = 5
+_MEGABYTES = 520
+_STREAMS = 4
+_AFTERWARDS_SECONDS = 3.0
+"""How long streams are watched after an update: the worker packs its layers until then."""
+
+
+async def _measure_pauses(scratch: Path, say: Say) -> dict[str, Any]:
+    """Broadcast to one worker and update another by Dynamo's own call, by turns."""
+    say(f"pause: building a model of about {_MEGABYTES} MB, starting two stacks")
+    model = build_model(scratch / "model", _MEGABYTES)
+    first = {name: tensor.clone() for name, tensor in read_tensors(model)}
+    sender = BroadcastSender(scratch / "runs", keep_recent=9)
+    directories = [
+        sender.send(i, state.items()) for i, state in enumerate((first, change_all(first)))
+    ]
+    for directory in directories:  # Dynamo's update needs it, the server does not
+        (directory / "config.json").write_bytes((model / "config.json").read_bytes())
+        (directory / "STABLE").touch()
+    args = {"dtype": "bfloat16", "max-model-len": 512, "max-num-seqs": 16, "stream-interval": 1}
+    served = {"path": str(model), "name": MODEL, "args": args}
+
+    def spec(name: str) -> Any:
+        return make_spec({"name": name, "models": [served]})
+
+    async with (
+        up(spec("bench-stock")) as stock,
+        up(spec("bench-broadcast")) as ours,
+        _serve(ours.name, scratch) as server,
+    ):
+        rounds = []
+        for number in range(PAUSE_ROUNDS + 1):
+            directory = directories[(number + 1) % 2]
+            by_stock = _watch(stock, partial(_update, stock, directory, number + 1))
+            by_server = _watch(ours, partial(_broadcast, server, directory))
+            pair = (by_stock, by_server) if number % 2 else (by_server, by_stock)
+            seen = [await each for each in pair]
+            row = dict(zip(("stock", "rollway"), seen if number % 2 else seen[::-1], strict=True))
+            say(f"pause: {row['rollway'].pause:.3f} s, stock {row['stock'].pause:.3f} s")
+            rounds.append(row)
+    return compare_pauses(rounds[1:], sum(tensor.nbytes for tensor in first.values()))
+
+
+@dataclass(slots=True)
+class Seen:
+    """What streams saw of an update."""
+
+    gap: float
+    """The longest time without a token, the median over the streams."""
+    usual: float
+    """The median time between two tokens before the update."""
+    closed: float
+    """Seconds from the pause to the resume, in which new requests wait."""
+
+    @property
+    def pause(self) -> float:
+        return max(self.gap - self.usual, 0.001)
+
+
+def compare_pauses(rounds: list[dict[str, Seen]], model_bytes: int) -> dict[str, Any]:
+    arms = {}
+    for arm in ("stock", "rollway"):
+        rows = [row[arm] for row in rounds]
+        names = ("pause", "gap", "usual", "closed")
+        arms[arm] = {name: median(getattr(row, name) for row in rows) for name in names}
+    ratios = [row["rollway"].pause / row["stock"].pause for row in rounds]
+    closed = [row["rollway"].closed / row["stock"].closed for row in rounds]
+    return {
+        "model_bytes": model_bytes,
+        "seconds": arms,
+        "ratio": median(ratios),
+        "ratios": ratios,
+        "closed_ratio": median(closed),
+    }
+
+
+async def _watch(stack: Stack, update: Callable[[], Awaitable[float]]) -> Seen:
+    """Stream rollouts, update the weights meanwhile, and return what the streams saw."""
+    streams = [_Stream() for _ in range(_STREAMS)]
+    async with aiohttp.ClientSession() as http:
+        running = [asyncio.create_task(s.run(http, stack.frontend_url)) for s in streams]
+        try:
+            while min(len(s.moments) for s in streams) < 20:
+                await asyncio.sleep(0.05)
+                for task in running:
+                    if task.done():
+                        task.result()
+            began = time.perf_counter()
+            closed = await update()
+            await asyncio.sleep(_AFTERWARDS_SECONDS)
+            ended = time.perf_counter()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+    gaps = [stream.measure(began, ended) for stream in streams]
+    usual = median(b - a for s in streams for a, b in pairwise(s.moments) if b < began)
+    return Seen(median(gaps), usual, closed)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A rollout that never ends, and when its tokens came."""
+
+    moments: list[float] = field(default_factory=list)
+
+    async def run(self, http: aiohttp.ClientSession, frontend: str) -> None:
+        """Stream at Dynamo's frontend; what ends or is cut begins again at once."""
+        sampling = Sampling(max_tokens=400, ignore_eos=True, logprobs=False)
+        body = completion_request(MODEL, list(range(10, 42)), sampling, stream=True)
+        while True:
+            async with http.post(f"{frontend}/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+                async for _ in events(aiter(answer.content)):
+                    self.moments.append(time.perf_counter())
+
+    def measure(self, began: float, ended: float) -> float:
+        """Return the longest time without a token between two moments."""
+        return max(b - a for a, b in pairwise([*self.moments, ended]) if began <= b <= ended)
+
+
+async def _update(stack: Stack, directory: Path, version: int) -> float:
+    """Update as prime-rl does it with Dynamo's own routes; return how long it was paused."""
+    (worker,) = await stack.fleet.workers()
+    admin, began = stack.fleet.admin, time.perf_counter()
+    await admin.pause(worker, "keep", clear_cache=False)
+    await admin.update_from_disk(worker, directory, version)
+    await admin.resume(worker)
+    return time.perf_counter() - began
+
+
+async def _broadcast(server: str, directory: Path) -> float:
+    """Send the calls of prime-rl's orchestrator; return how long its gate was closed."""
+    async with Http() as http:
+        began = time.perf_counter()
+        for path, body in (
+            ("/pause?mode=keep&clear_cache=false", None),
+            ("/update_weights", {"weight_dir": str(directory)}),
+            ("/resume", None),
+        ):
+            await http.post(f"{server}{path}", body, timeout=_ANSWER_SECONDS)
+        return time.perf_counter() - began
+
+
+def format_figures(figures: dict[str, Any]) -> str:
+    """Write the figures as a table in Markdown."""
+    lines = ["| | Dynamo | Rollway | ratio | limit |", "|---|---:|---:|---:|---:|"]
+    for title, theirs, ours, ratio, name in _list_rows(figures):
+        limit = f"at {'most' if name == 'pause' else 'least'} {figures['limits'][name]}"
+        lines.append(f"| {title} | {theirs:g} | {ours:g} | {ratio:.2f} | {limit} |")
+    if reason := figures.get("controller", {}).get("skipped"):
+        lines += ["", f"The controller was not measured: {reason}."]
+    return "\n".join(lines)
+
+
+def _list_rows(figures: dict[str, Any]) -> Iterator[tuple[str, float, float, float, str]]:
+    """Yield title, Dynamo's figure, ours, the ratio and the name of its limit."""
+    for name, load in figures.get("throughput", {}).items():
+        rate = load["tokens_per_second"]
+        title = "one episode at a time" if name == "single" else f"{name} episodes in flight"
+        yield f"{title}, tokens/s", rate["dynamo"], rate["rollway"], load["ratio"], name
+    if "allowed" in (controller := figures.get("controller", {})):
+        allowed, title = controller["allowed"], f"episodes allowed, of {controller['maximum']}"
+        yield title, allowed["dynamo"], allowed["rollway"], controller["ratio"], "controller"
+    if pause := figures.get("pause"):
+        theirs, ours = pause["seconds"]["stock"], pause["seconds"]["rollway"]
+        title = "pause of running rollouts, s"
+        yield title, theirs["pause"], ours["pause"], pause["ratio"], "pause"
+    if broadcast := figures.get("broadcast"):
+        seconds = broadcast["seconds"]["collective"], broadcast["seconds"]["broadcast"]
+        yield "`nccl` over gloo against `collective`, s", *seconds, broadcast["ratio"], "broadcast"

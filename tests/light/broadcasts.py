@@ -1,0 +1,63 @@
+"""A light worker's place in the group of prime-rl's trainer, by Rollway's own receiver."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rollway.engine.prime_rl_broadcast import PrimeRlBroadcastReader
+from rollway.weights.checkpoint import read_headers
+from rollway.weights.offer import Offer
+
+State = dict[str, Any]
+
+
+class Broadcasts:
+    """Joins, and stages what arrives as a checkpoint that the worker loads."""
+
+    def __init__(self, model: Path) -> None:
+        self.reader = PrimeRlBroadcastReader(read_headers(model))
+        self._states: dict[str, State] = {}
+        self._directory = tempfile.TemporaryDirectory(prefix="light-broadcast-")
+
+    def join(self, offer: Offer, tell: str) -> None:
+        self.reader.join(offer, 0, torch.device("cpu"), tell)
+
+    def receive(self, offer: Offer, stage: Callable[[Path], None], tell: str) -> None:
+        """Start to receive a version; `stage` loads it. The same one again changes nothing."""
+        if self._states.get(offer.identity, {"state": "failed"})["state"] == "failed":
+            self.reader.headers(offer)  # raises if there is no group
+            self._states = {offer.identity: {"state": "running", "error": ""}}
+            arguments = offer, stage, tell
+            threading.Thread(target=self._receive, args=arguments, daemon=True).start()
+
+    def get_state(self, identity: str) -> State | None:
+        return self._states.get(identity)
+
+    def discard(self) -> None:
+        self.reader.release()
+        self._states = {}
+
+    def _receive(self, offer: Offer, stage: Callable[[Path], None], tell: str) -> None:
+        state: State
+        try:
+            tensors = {name: tensor.clone() for name, tensor in self.reader.tensors(offer)}
+            path = Path(self._directory.name) / offer.identity
+            path.mkdir()
+            save_file(tensors, path / "model.safetensors")
+            stage(path)
+            state = {"state": "ready", "error": "", "digest": self.reader.received(offer)}
+        except Exception as error:  # noqa: BLE001 (the worker answers with it)
+            state = {"state": "failed", "error": str(error)}
+        if offer.identity in self._states:  # otherwise it was discarded
+            self._states[offer.identity] = state
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"\0{tell}")
