@@ -1,9 +1,10 @@
-"""Which weight version each worker serves, as far as this process knows it for certain.
+"""Keep the weight version that each worker serves, as far as this process knows it for certain.
 
-Refits write it, rollouts read it. A version names one set of weights for good. Every request is
-sent with a ticket: the version that must sample it, the routing taint that only workers on that
-version carry, and a salt that separates their KV caches. While the whole fleet changes weights, the
-gate is closed, and new requests wait instead of reaching a worker that is about to change.
+Refits write `FleetVersions`, and rollouts read it. A version names one set of weights for good.
+Every request is sent with a ticket: the version that must sample it, the routing taint that only
+workers on that version carry, and a salt that separates their KV caches. While the whole fleet
+changes weights, the gate is closed, and new requests wait instead of reaching a worker that is
+about to change.
 """
 
 from __future__ import annotations
@@ -185,6 +186,7 @@ class FleetVersions:
         return worker in self._enforced
 
     def mark_serving(self, worker: int, version: int) -> None:
+        """Note that a worker is in service with a version."""
         self.by_worker[worker] = version
         self._asleep.discard(worker)
 
@@ -194,6 +196,7 @@ class FleetVersions:
         self._asleep.add(worker)
 
     def forget(self, worker: int) -> None:
+        """Note that nothing is known about a worker any more, or that it is gone."""
         self.by_worker.pop(worker, None)
         self._asleep.discard(worker)
 

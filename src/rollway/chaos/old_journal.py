@@ -44,7 +44,7 @@ class OldRecorder(Recorder):
 
     def add_all(self, session: Session, turns: Sequence[Turn]) -> bool:
         for turn in turns:
-            self._file.write(_line(session, turn))  # ignores how much was written
+            self._file.write(_encode_line(session, turn))  # ignores how much was written
             self.open(turn.session).add(turn)  # also if it was deleted meanwhile
         return True
 
@@ -78,11 +78,11 @@ class OldRecorder(Recorder):
         scratch = journal.with_suffix(".new")
         with scratch.open("wb") as file:
             for session in self.sessions.values():
-                file.writelines(_line(session, turn) for turn in session.turns)
+                file.writelines(_encode_line(session, turn) for turn in session.turns)
         scratch.replace(journal)
 
 
-def _line(session: Session, turn: Turn) -> bytes:
+def _encode_line(session: Session, turn: Turn) -> bytes:
     """Encode a turn with the position of its parent in the session that it was sampled for."""
     positions = {known.id: position for position, known in enumerate(session.turns)}
     entry = msgspec.to_builtins(turn)

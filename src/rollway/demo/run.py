@@ -126,18 +126,18 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
     with ExitStack() as cleanup:
         began = time.monotonic()
         with display.show_start() as progress:
-            stack = cleanup.enter_context(up(_stack_fields(run), progress=progress))
+            stack = cleanup.enter_context(up(_make_stack_fields(run), progress=progress))
         stack_seconds = time.monotonic() - began
         if _choose_transport(options, run.device) == "cuda_ipc":
             run.publisher = cleanup.enter_context(stack.publisher("cuda_ipc", in_place=True))
         with display.table():
             for number in range(run.config.steps):
-                step = _step(run, stack, stack.rollouts(), number)
+                step = _run_step(run, stack, stack.rollouts(), number)
                 run.steps.append(step)
                 display.row(step)
         served = {} if options.engine == "mocker" else stack.fleet.read_versions()
     versions = {str(instance): version for instance, version in served.items()}
-    report = _report(run, stack_seconds, time.monotonic() - started, versions)
+    report = _make_report(run, stack_seconds, time.monotonic() - started, versions)
     write_json(run.directory / "report.json", report)
     save_plot(run.directory / "reward.png", report)
     display.summary(report, run.directory)
@@ -148,7 +148,7 @@ def _prepare(options: DemoOptions) -> _Run:
     config = GrpoConfig() if options.steps is None else GrpoConfig(steps=options.steps)
     if config.steps < 1 or options.workers < 1:
         raise UsageError("The demo needs at least one step and one worker.")
-    device, model = place_model(options, config)  # refused before anything is created
+    device, model = place_model(options, config)  # first: it may refuse, and nothing is created yet
     directory = options.directory or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -216,16 +216,16 @@ def _name_device(device: Device) -> str:
     return torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
 
 
-def _stack_fields(run: _Run) -> dict[str, Any]:
+def _make_stack_fields(run: _Run) -> dict[str, Any]:
     log_dir = str(run.directory / "logs")
     return {"name": run.options.name, "log_dir": log_dir, "models": [run.model]}
 
 
-def _step(run: _Run, stack: rollway.Stack, rollouts: rollway.Rollouts, number: int) -> DemoStep:
+def _run_step(run: _Run, stack: rollway.Stack, rollouts: rollway.Rollouts, number: int) -> DemoStep:
     prompts = run.task.prompts(run.config.groups_per_step, run.rng)
     began = time.monotonic()
     groups = rollouts.generate_batch(
-        [prompt.token_ids for prompt in prompts], _sampling(run, number), run.config.group_size
+        [prompt.token_ids for prompt in prompts], _make_sampling(run, number), run.config.group_size
     )
     rollout_seconds = time.monotonic() - began
     version = _check_one_version(groups)
@@ -255,7 +255,7 @@ def _step(run: _Run, stack: rollway.Stack, rollouts: rollway.Rollouts, number: i
     )
 
 
-def _sampling(run: _Run, number: int) -> Sampling:
+def _make_sampling(run: _Run, number: int) -> Sampling:
     per_step = run.config.groups_per_step * run.config.group_size
     return Sampling(
         max_tokens=run.task.max_tokens,
@@ -322,7 +322,7 @@ def describe_weights(weights: Weights) -> str:
     return f"{weights.transport}, {how}"
 
 
-def _report(
+def _make_report(
     run: _Run, stack_seconds: float, seconds: float, weight_versions: dict[str, int | None]
 ) -> dict[str, Any]:
     steps = run.steps

@@ -1,4 +1,4 @@
-"""Refits a draft model (EAGLE and similar) together with the policy, as one version.
+"""Refit a draft model (EAGLE and similar) together with the policy, as one version.
 
 A publisher adds the draft model's tensors to the policy's, with the prefix `draft.` before their
 names in the draft checkpoint. They are staged with the policy and swapped in the same pause, so the
@@ -70,8 +70,8 @@ class Draft:
         self._refuse_differences(worker, new, allow_cast)
 
     def start(self, *, in_place: bool) -> None:
-        """Create the second draft model. It runs on the serving thread, because vLLM sets
-        process-wide state here."""
+        """Create the second draft model. Call this on the serving thread, because vLLM sets
+        process-wide state meanwhile."""
         if not in_place:
             self._fresh = self._create_model()
         elif any(parameter.numel() == 0 for parameter in self._own(self._live).values()):

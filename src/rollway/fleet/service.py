@@ -155,7 +155,7 @@ class Service:
         return False
 
     async def check_process(self, connection: AdminAPI) -> None:
-        """Raise unless the connection reaches the process that was asked before."""
+        """Raise unless the connection reaches the process whose label was read before."""
         label = await connection.weight_version(self.worker)
         before = self._label_before
         # The call that set the label may have worked although its answer was lost.

@@ -98,7 +98,7 @@ class Recorder:
 
     def add_all(self, session: Session, turns: Sequence[Turn]) -> bool:
         """Record turns of one session: all of them, or none."""
-        _check(session, turns)
+        _check_turns(session, turns)
         return self._commit([(session, turns)])[0]
 
     async def add_async(self, session: Session, turns: Sequence[Turn]) -> bool:
@@ -109,10 +109,10 @@ class Recorder:
         queue behind them, so that the order stays."""
         is_long = sum(len(turn.new_ids) + len(turn.token_ids) for turn in turns) > _MANY_IDS
         if is_long or self._in_writer:
-            return await self._in_order(self.add_all, session, turns)
+            return await self._run_in_order(self.add_all, session, turns)
         if not self._sync:
             return self.add_all(session, turns)
-        _check(session, turns)
+        _check_turns(session, turns)
         future: Future[bool] = Future()
         self._pending.append((session, turns, future))
         self._writer.submit(self._drain)
@@ -141,7 +141,7 @@ class Recorder:
         """Delete a session, in the order in which `add_async` was called."""
         if not self._sync and not self._in_writer:
             return self.forget(name)
-        return await self._in_order(self.forget, name)
+        return await self._run_in_order(self.forget, name)
 
     def compact(self) -> None:
         """Rewrite the journal without deleted sessions and unreadable lines.
@@ -172,7 +172,7 @@ class Recorder:
                     self.compact()
             self._journal.close()
 
-    async def _in_order(self, work: Callable[..., bool], *arguments: object) -> bool:
+    async def _run_in_order(self, work: Callable[..., bool], *arguments: object) -> bool:
         """Run `work` in the writer thread, before anything that is recorded later."""
         future = self._writer.submit(work, *arguments)
         self._in_writer.add(future)
@@ -195,7 +195,7 @@ class Recorder:
         self._unreadable = loaded.places
         self._erased = loaded.forgotten
         if loaded.lost:
-            _report(journal.path, loaded)
+            _warn_of_lost_lines(journal.path, loaded)
         if loaded.forgotten or loaded.places or loaded.old:
             self._background.schedule(0)
 
@@ -325,7 +325,7 @@ def _encode_batch(batch: _Batch) -> list[list[bytes]]:
     return lines
 
 
-def _check(session: Session, turns: Iterable[Turn]) -> None:
+def _check_turns(session: Session, turns: Iterable[Turn]) -> None:
     """Raise for turns that could be written to the journal but not read back."""
     for turn in turns:
         turn.check()
@@ -333,7 +333,7 @@ def _check(session: Session, turns: Iterable[Turn]) -> None:
             raise ValueError(f"The turn belongs to `{turn.session}`, not to `{session.name}`.")
 
 
-def _report(path: Path, loaded: Loaded) -> None:
+def _warn_of_lost_lines(path: Path, loaded: Loaded) -> None:
     names = ", ".join(sorted(loaded.damaged)[:20]) or "unknown sessions"
     log.warning(
         "The journal %s has %d unusable lines; they are kept in %s.unreadable. "

@@ -57,6 +57,7 @@ class Turn(msgspec.Struct, tag_field="type", tag="turn"):
     id: str = msgspec.field(default_factory=new_id)
 
     def experts(self) -> RoutedExperts | None:
+        """Return the experts of this turn, decoded; None if they were not recorded."""
         if self.routed_experts is None:
             return None
         from rollway.rollout.experts import decode
@@ -140,7 +141,7 @@ class Session:
             tokens += self.turns[position].token_ids
         return tokens
 
-    def experts_end(self, turn: str | None) -> int:
+    def find_experts_end(self, turn: str | None) -> int:
         """Return the position after the last recorded experts of a turn and its parents."""
         experts = self._last_experts(turn)
         return 0 if experts is None else experts.end
@@ -150,7 +151,7 @@ class Session:
         return list(self.each_trajectory())
 
     def each_trajectory(self, start: int = 0) -> Iterator[TokenSequence]:
-        """Yield the same sequences from number `start` on, built one at a time."""
+        """Yield what `trajectories` returns, from number `start` on; build each when it is due."""
         turns = list(self.turns)
         parents = {turn.parent for turn in turns}
         leaves = [position for position, turn in enumerate(turns) if turn.id not in parents]
@@ -158,10 +159,10 @@ class Session:
         for number, leaf in enumerate(leaves):
             path = self._path(leaf)
             if number >= start:
-                yield self._sequence(path, owner)
+                yield self._build_sequence(path, owner)
             for position in reversed(path):
                 if position in owner:
-                    break  # so are all turns before it
+                    break  # an earlier trajectory owns the turns before it as well
                 owner[position] = number
 
     def count_trajectories(self) -> int:
@@ -185,7 +186,9 @@ class Session:
             path.append(self._index[parent])
         return path[::-1]
 
-    def _sequence(self, path: list[int], owner: Mapping[int, int]) -> TokenSequence:
+    def _build_sequence(self, path: list[int], owner: Mapping[int, int]) -> TokenSequence:
+        """Build the sequence of a path. Turns that an earlier trajectory owns become its prompt, so
+        that they are trained on once."""
         shared = [position for position in path if position in owner]
         fork = None
         before: list[int] = []
@@ -287,4 +290,4 @@ class PendingTurn:
         before = 0 if self.parent is None else len(self.session.ids(self.parent))
         tokens = before + len(self.new_ids) + len(completion.token_ids)
         routed = join_whole([read_capture(completion.routed_experts)], tokens)
-        return routed.since(self.session.experts_end(self.parent)).as_json()
+        return routed.since(self.session.find_experts_end(self.parent)).as_json()

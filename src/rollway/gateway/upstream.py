@@ -113,20 +113,20 @@ class Upstream(Sender):
         async with self._slots, self._deadline():
             while True:
                 ticket = await self._ticket(attempt.trouble)
-                body = _with_ticket(request.body, ticket, attempt)
-                raw = await self._answer(body, ticket, attempt)
+                body = _add_ticket(request.body, ticket, attempt)
+                raw = await self._send_once(body, ticket, attempt)
                 if raw is None:
                     continue
-                assembly = self._assembly(request)
+                assembly = self._make_assembly(request)
                 assembly.add(raw)
                 completion = assembly.finish()
                 if await self._is_usable(completion, ticket):
                     return ChatReply(request, raw, completion, ticket)
                 await attempt.retry_elsewhere(ticket, completion)
 
-    async def _answer(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
-        """Send a request; raise the frontend's refusal unchanged, so that the client gets its
-        status."""
+    async def _send_once(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
+        """Send a request once, and return None if it must be retried. Raise the frontend's refusal
+        unchanged, so that the client gets its status."""
         try:
             return await self._send(body, ticket, attempt)
         except RolloutError as error:
@@ -144,11 +144,11 @@ class Upstream(Sender):
         attempt = self._attempt(request.session)
         async with self._slots, self._deadline():
             ticket = await self._ticket(attempt.trouble)
-            body = _with_ticket(request.body, ticket, attempt)
+            body = _add_ticket(request.body, ticket, attempt)
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-            assembly = self._assembly(request)
+            assembly = self._make_assembly(request)
 
-            async def chunks() -> AsyncGenerator[dict[str, Any]]:
+            async def read_chunks() -> AsyncGenerator[dict[str, Any]]:
                 async with self._http.stream_lines(
                     self._url,
                     body,
@@ -159,8 +159,8 @@ class Upstream(Sender):
                         assembly.add(event)
                         yield event  # type: ignore[misc]
 
-            # Close at once: the worker must not go on sampling for a client that is gone.
-            async with aclosing(chunks()) as parts:
+            # Close at once: the worker must not continue to sample for a client that is gone.
+            async with aclosing(read_chunks()) as parts:
                 yield parts, assembly, ticket
 
     async def settle(self, assembly: Assembly, ticket: Ticket) -> Completion:
@@ -176,7 +176,7 @@ class Upstream(Sender):
         # A turn has one version: a refit that kept it running must not have changed it.
         return not completion.is_mixed and await self._is_attributed(ticket, completion)
 
-    def _assembly(self, request: ChatRequest) -> Assembly:
+    def _make_assembly(self, request: ChatRequest) -> Assembly:
         return self.wire.assembly(Sampling(max_tokens=request.max_tokens), len(request.prompt_ids))
 
 
@@ -213,7 +213,7 @@ def make_request(
     return ChatRequest(body, prompt_ids, max_tokens, session)
 
 
-def _with_ticket(body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> dict[str, Any]:
+def _add_ticket(body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> dict[str, Any]:
     route = routing_fields(ticket.salt, ticket.taint, attempt.pins.now)
     nvext = {**body["nvext"], **route}
     if ticket.stamped:

@@ -35,7 +35,7 @@ from rollway.rollout.template import (
     Message,
     SpliceError,
     Tokenizer,
-    first_difference,
+    find_first_difference,
 )
 from rollway.rollout.trajectory import Rollout
 
@@ -186,7 +186,7 @@ class Conversation:
     def _render_first(self) -> _Next:
         ids = self._template.render(self._messages, generate=True)
         with_reply = self._template.render([*self._messages, _PROBE], generate=False)
-        difference = first_difference(self._tokenizer, ids, with_reply)
+        difference = find_first_difference(self._tokenizer, ids, with_reply)
         if difference is None or self._end_of_turn not in with_reply[difference.position :]:
             text = self._tokenizer.decode([self._end_of_turn])
             raise UsageError(
@@ -200,7 +200,7 @@ class Conversation:
         """Render the whole history; it is a fork unless it extends the ids so far."""
         ids = self._template.render(self._messages, generate=True)
         so_far = self._so_far
-        difference = first_difference(self._tokenizer, so_far, ids[: len(so_far)])
+        difference = find_first_difference(self._tokenizer, so_far, ids[: len(so_far)])
         turns = ids.count(self._end_of_turn)
         if difference is None:
             return _Next(ids, turns)
@@ -224,7 +224,7 @@ class Conversation:
         if place < 0:
             return None
         before = self._builders[place].token_ids
-        difference = first_difference(self._tokenizer, before, ids[: len(before)])
+        difference = find_first_difference(self._tokenizer, before, ids[: len(before)])
         return Fork(place, difference.position if difference else len(before), why)
 
     def _begin(self, fork: Fork | None) -> None:
@@ -239,7 +239,7 @@ class Conversation:
 
     def _check_extends(self, ids: list[int]) -> None:
         so_far = self._so_far
-        difference = first_difference(self._tokenizer, so_far, ids[: len(so_far)])
+        difference = find_first_difference(self._tokenizer, so_far, ids[: len(so_far)])
         if difference is not None:
             raise RolloutError(
                 f"The next prompt does not begin with the last prompt and completion. {difference}",
@@ -252,7 +252,7 @@ class Conversation:
                 "An aborted rollout is not a turn: the model did not finish it.",
                 "Sample the turn again from prompt().",
             )
-        difference = first_difference(self._tokenizer, prompt, rollout.prompt_ids)
+        difference = find_first_difference(self._tokenizer, prompt, rollout.prompt_ids)
         if difference is not None:
             raise RolloutError(
                 f"The rollout was sampled from another prompt. {difference}",

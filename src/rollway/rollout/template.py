@@ -2,10 +2,10 @@
 
 Rendering a conversation again does not give back the sampled ids: text can be tokenised in many
 ways, and templates drop the reasoning of earlier turns. So Rollway keeps the ids up to the last
-model turn, and uses only what the template renders after that turn. It finds that place by counting
-end-of-turn tokens. Their position would not do: a template that drops reasoning moves them, and a
-whole turn would silently be lost. Counting works if the template keeps every turn and ends each
-with that token; `History` checks for this and refuses other templates.
+model turn, and uses only what the template renders after that turn. It finds the end of that turn
+by counting end-of-turn tokens. Their positions cannot be used: a template that drops reasoning
+moves them, and a whole turn would silently be lost. Counting works if the template keeps every turn
+and ends each with that token; `History` checks for this and refuses other templates.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rollway.errors import RolloutError, UsageError
 Message = dict[str, Any]
 """A message in the form of the OpenAI chat API: `role`, `content`, `tool_calls`, …"""
 
-_OURS = frozenset({"tools", "add_generation_prompt", "tokenize", "return_dict"})
+_RESERVED = frozenset({"tools", "add_generation_prompt", "tokenize", "return_dict"})
 _NEEDS_MAPPING = "Can only get item pairs from a mapping."  # the error of Jinja's `items`
-_AROUND = 6  # tokens on either side of a difference
+_CONTEXT = 6  # tokens on either side of a difference
 
 
 class Tokenizer(Protocol):
@@ -45,7 +45,7 @@ class ChatTemplate:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if reserved := sorted(_OURS & self.kwargs.keys()):
+        if reserved := sorted(_RESERVED & self.kwargs.keys()):
             raise UsageError(
                 f"template_kwargs sets {', '.join(reserved)}.",
                 "Pass tools as tools=; Rollway sets the others.",
@@ -59,7 +59,7 @@ class ChatTemplate:
             if _NEEDS_MAPPING not in str(error):
                 raise
         # OpenAI sends tool arguments as a JSON string; some templates need an object.
-        return self._apply([_with_parsed_arguments(message) for message in messages], generate)
+        return self._apply([_parse_arguments(message) for message in messages], generate)
 
     def _apply(self, messages: Sequence[Message], generate: bool) -> list[int]:
         rendered = self.tokenizer.apply_chat_template(
@@ -74,7 +74,8 @@ class ChatTemplate:
         return [int(token) for token in ids]
 
 
-def _with_parsed_arguments(message: Message) -> Message:
+def _parse_arguments(message: Message) -> Message:
+    """Return the message with the arguments of its tool calls as objects."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -85,10 +86,10 @@ def _parse_call(call: Any) -> Any:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
-    return {**call, "function": {**function, "arguments": _as_object(function["arguments"])}}
+    return {**call, "function": {**function, "arguments": _parse_object(function["arguments"])}}
 
 
-def _as_object(text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any]:
     """Return the JSON object, or {} for invalid JSON: models do write such arguments."""
     try:
         parsed = json.loads(text)
@@ -108,7 +109,7 @@ class Difference:
         return self.text
 
 
-def first_difference(
+def find_first_difference(
     tokenizer: Tokenizer, expected: Sequence[int], got: Sequence[int]
 ) -> Difference | None:
     """Describe the first difference with the text of its tokens; return None if equal."""
@@ -116,24 +117,24 @@ def first_difference(
         return None
     pairs = enumerate(zip(expected, got, strict=False))
     shorter = min(len(expected), len(got))
-    place = next((index for index, (left, right) in pairs if left != right), shorter)
+    position = next((index for index, (left, right) in pairs if left != right), shorter)
     return Difference(
-        place,
-        f"Position {place}: expected {_token(tokenizer, expected, place)}, "
-        f"got {_token(tokenizer, got, place)}; "
-        f"expected text {_around(tokenizer, expected, place)}, "
-        f"got {_around(tokenizer, got, place)}.",
+        position,
+        f"Position {position}: expected {_describe_token(tokenizer, expected, position)}, "
+        f"got {_describe_token(tokenizer, got, position)}; "
+        f"expected text {_decode_around(tokenizer, expected, position)}, "
+        f"got {_decode_around(tokenizer, got, position)}.",
     )
 
 
-def _token(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> str:
-    if place >= len(ids):
+def _describe_token(tokenizer: Tokenizer, ids: Sequence[int], position: int) -> str:
+    if position >= len(ids):
         return "no more tokens"
-    return f"{ids[place]} ({tokenizer.decode([ids[place]])!r})"
+    return f"{ids[position]} ({tokenizer.decode([ids[position]])!r})"
 
 
-def _around(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> str:
-    return repr(tokenizer.decode(list(ids[max(0, place - _AROUND) : place + _AROUND + 1])))
+def _decode_around(tokenizer: Tokenizer, ids: Sequence[int], position: int) -> str:
+    return repr(tokenizer.decode(list(ids[max(0, position - _CONTEXT) : position + _CONTEXT + 1])))
 
 
 # --- sampled ids and the messages after them -----------------------------------------------------
@@ -155,13 +156,15 @@ def splice(
     messages up to and including it, `template_full` the rendering of all messages."""
     if not verbatim:
         return list(template_full)
-    cut = turn_end(template_prefix, template_full, end_of_turn)
+    cut = find_turn_end(template_prefix, template_full, end_of_turn)
     # The template adds its own end-of-turn token, so a sampled one would appear twice.
     head = verbatim[:-1] if verbatim[-1] == end_of_turn else verbatim
     return [*head, *template_full[cut:]]
 
 
-def turn_end(template_prefix: Sequence[int], template_full: Sequence[int], end_of_turn: int) -> int:
+def find_turn_end(
+    template_prefix: Sequence[int], template_full: Sequence[int], end_of_turn: int
+) -> int:
     """Return the index in `template_full` of the end-of-turn token that ends `template_prefix`."""
     turns = list(template_prefix).count(end_of_turn)
     if turns == 0:
@@ -170,7 +173,7 @@ def turn_end(template_prefix: Sequence[int], template_full: Sequence[int], end_o
             "turn.",
             "Pass the token with which this template ends a turn.",
         )
-    ends = [place for place, token in enumerate(template_full) if token == end_of_turn]
+    ends = [position for position, token in enumerate(template_full) if token == end_of_turn]
     if len(ends) < turns:
         raise SpliceError(
             f"The messages up to the last model turn have {turns} end-of-turn tokens, all messages "
@@ -219,7 +222,7 @@ class History:
             raise SpliceError(
                 "The chat template does not end the last assistant turn with the end-of-turn token."
             )
-        cut = turn_end(prefix, full, self.end_of_turn)
+        cut = find_turn_end(prefix, full, self.end_of_turn)
         if full[:cut] == prefix[:cut]:
             return
         head, tail = (
@@ -233,7 +236,9 @@ class History:
     def _list_added_texts(self) -> list[str]:
         """Return the texts of the new messages, stripped because templates may trim them."""
         added = self.messages[self.known :]
-        texts = [text.strip() for message in added for text in _texts(message.get("content"))]
+        texts = [
+            text.strip() for message in added for text in _iterate_texts(message.get("content"))
+        ]
         return [text for text in texts if text]
 
 
@@ -242,24 +247,25 @@ def _remove_end_of_turn(message: Message, text: str) -> Message:
     part, the count would be wrong; the ids of assistant turns are known anyway."""
     if message["role"] != "assistant" or not text:
         return message
-    return {key: _without(value, text) for key, value in message.items()}
+    return {key: _replace_text(value, text) for key, value in message.items()}
 
 
-def _without(value: Any, text: str) -> Any:
+def _replace_text(value: Any, text: str) -> Any:
+    """Return the value with a space for `text`, in all texts that it contains."""
     if isinstance(value, str):
         return value.replace(text, " ")  # "" could join its neighbours into another such token
     if isinstance(value, Mapping):
-        return {key: _without(item, text) for key, item in value.items()}
+        return {key: _replace_text(item, text) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without(item, text) for item in value]
+        return [_replace_text(item, text) for item in value]
     return value
 
 
-def _texts(content: Any) -> Iterator[str]:
+def _iterate_texts(content: Any) -> Iterator[str]:
     """Yield the texts of a content, which is a text or a list of parts."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):
         for part in content:
             if isinstance(part, Mapping):
-                yield from _texts(part.get("text"))
+                yield from _iterate_texts(part.get("text"))

@@ -78,7 +78,7 @@ class Difference:
 
     name: str
     elements: int  # How many elements have different bytes
-    of: int
+    of: int  # How many elements the tensor has
     max_abs: float | None  # The largest difference; None if the elements are not floats
 
 

@@ -22,7 +22,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """It is Python's own implementation, not C's: a few bytes can make the C one allocate
+    """An unpickler that accepts only the allowed names.
+
+    It extends the implementation in Python: a few bytes can make the one in C allocate
     gigabytes."""
 
     def __init__(self, raw: bytes, sender: str, more: Mapping[tuple[str, str], Any]) -> None:
@@ -40,7 +42,7 @@ class _PlainUnpickler(pickle._Unpickler):
 def read_pickle(raw: bytes, sender: str, more: Mapping[tuple[str, str], Any] | None = None) -> Any:
     """Return the plain values, shapes and dtypes of a pickle.
 
-    `more` has what else it may name, by module and name."""
+    `more` adds allowed objects, by module and name."""
     try:
         return _PlainUnpickler(raw, sender, more or {}).load()
     except WeightsError:

@@ -115,7 +115,9 @@ def test_every_turn_keeps_the_experts_that_it_adds(tmp_path: Path) -> None:
     for sequence in session.trajectories():
         assert sequence.routed_experts is not None
         assert sequence.routed_experts.as_json() == encode_experts(0, len(sequence.token_ids) - 1)
-    assert session.experts_end(session.turns[1].id) == 5 and session.experts_end(None) == 0
+    assert (
+        session.find_experts_end(session.turns[1].id) == 5 and session.find_experts_end(None) == 0
+    )
 
 
 def test_the_journal_survives_a_truncated_line(tmp_path: Path) -> None:

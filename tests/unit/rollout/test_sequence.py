@@ -11,19 +11,19 @@ import pytest
 from rollway.errors import RolloutError
 from rollway.rollout.conversation import Conversation
 from rollway.rollout.sequence import Fork, TokenSequence
-from rollway.rollout.template import first_difference
+from rollway.rollout.template import find_first_difference
 from rollway.rollout.trajectory import Span
 from tests.awkward_tokenizer import LARGEST, REASONING, TURN_END, build
 from tests.unit.rollout.turns import END, TOKENIZER, encode, spell, user_says
 
 
 def test_the_first_difference_is_described() -> None:
-    assert first_difference(TOKENIZER, [1, 2], [1, 2]) is None
-    difference = first_difference(TOKENIZER, [*spell("the"), END], [*encode("the"), END])
+    assert find_first_difference(TOKENIZER, [1, 2], [1, 2]) is None
+    difference = find_first_difference(TOKENIZER, [*spell("the"), END], [*encode("the"), END])
     assert difference is not None and difference.position == 0
     for part in ("expected", "('t')", "('th')", "'the<|im_end|>'"):
         assert part in str(difference)
-    shorter = first_difference(TOKENIZER, [1, 2, 3], [1, 2])
+    shorter = find_first_difference(TOKENIZER, [1, 2, 3], [1, 2])
     assert shorter is not None and shorter.position == 2 and "no more tokens" in str(shorter)
 
 

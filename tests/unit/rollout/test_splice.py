@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollway.rollout.template import SpliceError, splice, turn_end
+from rollway.rollout.template import SpliceError, find_turn_end, splice
 
 END = 2
 
@@ -84,7 +84,7 @@ def test_new_tokens_follow_the_sampled_ones_unchanged(
     result = splice(verbatim, _end_turns(old), _end_turns([*shortened, *new]), END)
     assert result == [*verbatim, *([] if stopped else [END]), *_end_turns(new)]
     assert (
-        turn_end(_end_turns(old), _end_turns([*shortened, *new]), END)
+        find_turn_end(_end_turns(old), _end_turns([*shortened, *new]), END)
         == len(_end_turns(shortened)) - 1
     )
 

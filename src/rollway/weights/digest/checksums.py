@@ -150,7 +150,7 @@ def uses_triton(device: torch.device) -> bool:
 def warm_up() -> None:
     """Compile the kernels for the current device, where they are used, and wait for them.
 
-    Nothing is done in a process that has not chosen its GPU yet."""
+    It does nothing in a process that has not chosen its GPU yet."""
     if torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
         _compile_kernels(device).result()
@@ -189,7 +189,7 @@ def _check_kernels() -> None:
     raw = words.view(torch.uint8)[:-3]
     source = raw.cuda()
     copy = torch.zeros_like(source)
-    right = [_checksum(raw)]
+    right = [_compute_checksum(raw)]
     # Both forms of the kernel: the one that is not compiled here would be at the first publish.
     for targets in ([copy], None):
         if DigestKernel([source], targets).start()() != right:
@@ -204,7 +204,7 @@ def _check_kernels() -> None:
     positions, before, after = comparison.gather(0, 2)
     is_right = (
         comparison.counts == [0, 4]
-        and comparison.checksums == [_checksum(old.cpu()), _checksum(new.cpu())]
+        and comparison.checksums == [_compute_checksum(old.cpu()), _compute_checksum(new.cpu())]
         and torch.equal(positions, places)
         and torch.equal(before, old[places])
         and torch.equal(after, new[places])
@@ -213,7 +213,7 @@ def _check_kernels() -> None:
         raise RuntimeError("the kernels find other changes than torch does")
 
 
-def _checksum(tensor: Tensor) -> Checksum:
+def _compute_checksum(tensor: Tensor) -> Checksum:
     return Checksum(digest(tensor), word_sum(tensor))
 
 

@@ -91,8 +91,8 @@ def source_from_pieces(
 
 
 def fsdp_sources(headers: Headers, ranks: int) -> list[Source]:
-    """Return ranks that shard every tensor by rows as FSDP2 does. The last ranks may have fewer
-    rows than others, or none. A tensor without dimensions is on all ranks."""
+    """Return sources for ranks that shard every tensor by rows, as FSDP2 does. The last ranks may
+    have fewer rows than others, or none. A tensor without dimensions is on all ranks."""
     if ranks < 1:
         raise UsageError(f"A trainer cannot have {ranks} ranks.", "Use 1 or more.")
     offers: list[dict[str, ResidentTensor]] = [{} for _ in range(ranks)]
@@ -114,11 +114,11 @@ def fsdp_sources(headers: Headers, ranks: int) -> list[Source]:
 
 
 def megatron_sources(model: MegatronModel) -> list[Source]:
-    """Return every rank of a Megatron trainer, replicas included: the planner shares the load
-    among them."""
+    """Return a source for every rank of a Megatron trainer, replicas included: the planner divides
+    the load among them."""
     shared: dict[tuple[str, Box, int], Holding] = {}
 
-    def find_holding(shard: Shard, count: int) -> Holding:
+    def share_holding(shard: Shard, count: int) -> Holding:
         held = cuts(shard, count, model.geometry)
         # `cuts` caches: it returns one tuple object for equal layers. The holding keeps a reference
         # to it, so its id cannot be reused.
@@ -129,7 +129,7 @@ def megatron_sources(model: MegatronModel) -> list[Source]:
 
     def make_source(rank: int, layout: RankLayout) -> Source:
         offers = {
-            tensor: ResidentTensor(names, find_holding(layout.shards[tensor], len(names)))
+            tensor: ResidentTensor(names, share_holding(layout.shards[tensor], len(names)))
             for tensor, names in layout.names.items()
         }
         return Source(f"trainer{rank}", offers)

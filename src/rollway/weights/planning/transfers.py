@@ -131,7 +131,7 @@ class Plan:
     another engine. All edges of a level run at the same time, after the previous level."""
 
     def transfers(self, receiver: str) -> Iterator[Transfer]:
-        """Yield the transfers of one receiver; raise `UsageError` if the plan has no such one."""
+        """Yield the transfers of one receiver; raise `UsageError` for an unknown one."""
         if receiver not in self.receivers:
             raise UsageError(
                 f"The plan has no receiver {receiver}.", f"It has {', '.join(self.receivers[:8])}."

@@ -39,9 +39,9 @@ from rollway.weights.transports.collective_rendezvous import (
     Location,
     PublisherSide,
     ReceiverSide,
-    address_towards,
     connect_store,
     fetch_manifest,
+    find_address_towards,
     read_location,
     serve_store,
     split_manifest,
@@ -192,7 +192,7 @@ class _Transfer(threading.Thread):
             self.error = self._describe_error(error)
             log.warning("%s", self.error)
         finally:
-            # An exception that is kept would keep them through its frames.
+            # `error` refers to this frame: without this, it would keep the store and the tensors.
             side.store, self._tensors = None, {}
 
     def _broadcast(self, group: Group) -> None:
@@ -268,7 +268,7 @@ class CollectiveReader(Reader):
                 store,
                 side.rank,
                 location,
-                address_towards(location.host, location.port),
+                find_address_towards(location.host, location.port),
                 side.check,
             )
             for entry, tensor in _receive(group, messages, device):

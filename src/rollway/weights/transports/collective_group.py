@@ -83,7 +83,7 @@ class Group:
             self._group = make(store, rank, size, address, timedelta(seconds=seconds))
         except RuntimeError as error:
             problem = _shorten(error)
-        # Raised outside of `except`: the other error's frames would keep a half-made group.
+        # Raise outside of `except`: the frames of the first error would keep a half-made group.
         if problem:
             raise BrokenOff(f"The group did not form within {seconds:g} s: {problem}.")
 

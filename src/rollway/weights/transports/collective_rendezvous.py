@@ -82,6 +82,7 @@ class BrokenOff(WeightsError):
 
 
 def read_location(offer: Offer) -> Location:
+    """Return the store that an offer names; raise if the offer is of another transport."""
     try:
         return msgspec.convert(offer.where, Location)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -109,7 +110,7 @@ def serve_store(host: str, port: int, seconds: float) -> tuple[Any, int]:
     return store, port
 
 
-def address_towards(host: str, port: int) -> str:
+def find_address_towards(host: str, port: int) -> str:
     """Return the address by which this machine reaches another, and is reached from there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # a datagram socket sends nothing
@@ -135,6 +136,7 @@ def connect_store(location: Location, offer: Offer) -> Any:
 
 
 def split_manifest(raw: bytes) -> list[bytes]:
+    """Return an encoded list of tensors in parts that the store accepts."""
     return [raw[at : at + _PART_BYTES] for at in range(0, len(raw), _PART_BYTES)]
 
 
@@ -171,6 +173,7 @@ class ReceiverSide:
             store.set(f"who/{self.rank}", msgspec.json.encode(name))
 
     def wait_for_go(self) -> None:
+        """Wait until all receivers have joined."""
         # Wait a little longer than the publisher does, because only it can name who is missing.
         self._wait("go", self._location.init_seconds + _GRACE_SECONDS)
 
@@ -193,6 +196,7 @@ class ReceiverSide:
             self._store.add("left", 1)
 
     def report_failure(self, error: BaseException) -> None:
+        """Tell the publisher why this receiver ended, and that the transfer has failed."""
         is_elsewhere = isinstance(error, Stopped | BrokenOff)
         outcome = Outcome("stopped" if is_elsewhere else "failed", str(error)[:_MAX_CHARACTERS])
         if isinstance(error, GeneratorExit):
@@ -216,6 +220,7 @@ class ReceiverSide:
 
     @contextmanager
     def _publisher_present(self) -> Iterator[None]:
+        """Explain errors of the store, which only occur if the publisher is gone."""
         try:
             yield
         except RuntimeError as error:

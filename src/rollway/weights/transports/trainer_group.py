@@ -33,7 +33,7 @@ from rollway.weights.transports.collective_rendezvous import (
     BrokenOff,
     Location,
     Seconds,
-    address_towards,
+    find_address_towards,
 )
 
 _PROBE_SECONDS = 3.0
@@ -169,7 +169,7 @@ def _form_gloo(
         manifest_parts=1,
         prefix="prime-rl",
     )
-    address = place.host if rank == 0 else address_towards(place.host, place.port)
+    address = place.host if rank == 0 else find_address_towards(place.host, place.port)
     return Group(store, rank, location, address, watch)
 
 

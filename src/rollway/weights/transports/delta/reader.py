@@ -25,6 +25,7 @@ class DeltaReader(Reader):
 
     def __init__(self) -> None:
         self._held: tuple[str, int] | None = None
+        """The directory and the number of the version that `_state` holds."""
         self._state: State = {}
         self._offered: tuple[str, str, Manifest] | None = None
         """Where the version that was opened last is, with its identity."""
@@ -58,6 +59,7 @@ class DeltaReader(Reader):
         return changes
 
     def finish(self, offer: Offer) -> None:
+        """Note that the worker serves the offered version."""
         # No file is read here, and nothing is hashed: the worker is paused.
         if self._offered is not None and self._offered[1] == offer.identity:
             self._served = self._offered

@@ -76,12 +76,14 @@ def decompress_all(changes: Sequence[Encoded], run: Tensor | None = None) -> lis
     frames: list[int] = []
     sizes: list[int] = []
     for change in changes:
-        for data, most in zip((change.places, change.values), _limit(change.header), strict=True):
+        for data, most in zip(
+            (change.places, change.values), _limit_sizes(change.header), strict=True
+        ):
             if most and change.header.compression == "zstd" and change.header.places != "whole":
                 frames.append(len(streams))
                 sizes.append(_read_size(change.header, data, most))
             elif len(data) > most:
-                raise _wrong_size(change.header)
+                raise _make_size_error(change.header)
             streams.append(data)
     plain = [_slice(data, run) for data in streams]
     if frames:
@@ -93,7 +95,7 @@ def decompress_all(changes: Sequence[Encoded], run: Tensor | None = None) -> lis
     return [_check(Streams(change.header, *both)) for change, *both in pairs]
 
 
-def _limit(header: Header) -> tuple[int, int]:
+def _limit_sizes(header: Header) -> tuple[int, int]:
     """Return how many bytes the positions and the values can need, whatever a stream claims."""
     places = {
         "gaps": header.count + header.elements // ESCAPE,
@@ -104,8 +106,9 @@ def _limit(header: Header) -> tuple[int, int]:
 
 
 def _check(streams: Streams) -> Streams:
+    """Return the streams; raise if values are missing or a whole tensor is not what was sent."""
     header = streams.header
-    if streams.values.numel() != _limit(header)[1]:
+    if streams.values.numel() != _limit_sizes(header)[1]:
         raise damaged(f"Values of {header.name} are missing.")
     if header.places == "whole" and digest(streams.values) != header.digest:
         raise damaged(f"{header.name} does not match its checksum.")
@@ -118,11 +121,11 @@ def _read_size(header: Header, frame: Buffer, at_most: int) -> int:
     except zstandard.ZstdError as error:
         raise damaged(f"A change of {header.name} cannot be decompressed ({error}).") from error
     if not 0 < size <= at_most:
-        raise _wrong_size(header)
+        raise _make_size_error(header)
     return int(size)
 
 
-def _wrong_size(header: Header) -> WeightsError:
+def _make_size_error(header: Header) -> WeightsError:
     return damaged(f"A change of {header.name} has a wrong size inside.")
 
 
@@ -145,6 +148,7 @@ def _decompress(
 
 
 def _slice(data: Buffer, run: Tensor | None) -> Tensor:
+    """Return the bytes as a tensor: as a slice of `run`, which contains them, or on their own."""
     if len(data) == 0:
         return torch.empty(0, dtype=torch.uint8)
     if run is not None:

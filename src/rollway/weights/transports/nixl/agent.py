@@ -1,9 +1,8 @@
 """A NIXL agent as this package uses it: registered memory, prepared reads, bounded waits.
 
-NIXL is imported when the first agent is made. Its progress thread keeps a whole core busy and is
-off: reads over shared memory or RDMA do not need it, and the little else that must progress (the
-first contact, notifications) does so whenever notifications are polled. Plain TCP needs the thread
-(`progress=True`).
+NIXL is imported when the first agent is created. Its progress thread would keep a whole core busy,
+so it is off: reads over shared memory or RDMA do not need it. Connecting and notifications do
+progress, but only while `Agent.poll` runs. Plain TCP needs the thread (`progress=True`).
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ def check_devices(names: Sequence[str], root: Path = Path("/sys/class")) -> None
             )
 
 
-def unique_name(kind: str) -> str:
+def make_unique_name(kind: str) -> str:
     """Return a name for an agent that no other agent has, on any machine."""
     return f"{kind}-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
-def memory_kind(device: torch.device) -> tuple[Memory, int]:
+def find_memory_kind(device: torch.device) -> tuple[Memory, int]:
     """Return NIXL's name for a device's memory, and the device's number."""
     if device.type == "cpu":
         return "DRAM", 0
@@ -122,7 +121,7 @@ class Agent:
 
     def register(self, address: int, nbytes: int, device: torch.device) -> Any:
         """Let other agents read memory; return the handle to `deregister` it."""
-        memory, index = memory_kind(device)
+        memory, index = find_memory_kind(device)
         with self._lock, _describe_errors(f"cannot register {nbytes} bytes"):
             return self._agent.register_memory([(address, nbytes, index, "")], memory)
 
@@ -131,10 +130,12 @@ class Agent:
             self._agent.deregister_memory(handle)
 
     def metadata(self) -> bytes:
+        """Return the description of this agent and its memory, which a peer needs to read it."""
         with self._lock:
             return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, metadata: bytes) -> str:
+        """Make the agent that `metadata` describes known here; return its name."""
         with self._lock, _describe_errors("cannot read the description of a source"):
             return str(self._agent.add_remote_agent(metadata).decode())
 
@@ -229,6 +230,7 @@ class Pool:
 
 @contextmanager
 def _describe_errors(what: str) -> Iterator[None]:
+    """Raise NIXL's errors as `WeightsError`, which says what NIXL cannot do."""
     try:
         yield
     except WeightsError:

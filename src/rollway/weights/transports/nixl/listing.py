@@ -41,7 +41,7 @@ from rollway.weights.layout import (
 from rollway.weights.offer import Count, Dims, Text
 from rollway.weights.planning.sources import Place, Source, source_from_pieces
 from rollway.weights.planning.targets import LocalTensor, TensorInfo, cells
-from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Memory, memory_kind
+from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Memory, find_memory_kind
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.untrusted import check_shape
 
@@ -261,7 +261,7 @@ def write_listing(
     digests: Iterable[bytes],
 ) -> bytes:
     """Return the body of a listing of tensors that are registered with this process's agent."""
-    memory, index = memory_kind(device)
+    memory, index = find_memory_kind(device)
     return msgspec.msgpack.encode(
         SourceMemory(
             agent=agent.metadata(),

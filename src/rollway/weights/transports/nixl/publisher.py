@@ -14,7 +14,7 @@ from rollway.weights.offer import Offer
 from rollway.weights.planning.targets import LocalTensor, TensorInfo
 from rollway.weights.transports.base import NamedTensor, Publisher, Source, check_next
 from rollway.weights.transports.entries import lay_out, view_entry
-from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Pool, unique_name
+from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Pool, make_unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
 from rollway.weights.transports.nixl.listing import (
@@ -70,7 +70,7 @@ class NixlPublisher(Publisher):
         # Between machines, only the network can report that the other end died.
         is_local = host == LOOPBACK if catalog is None else _is_local(catalog)
         mode = error_handling or ("none" if is_local else "peer")
-        self.name = unique_name(f"trainer{rank}")
+        self.name = make_unique_name(f"trainer{rank}")
         self._agent = Agent(self.name, mode, net_devices, progress)
         self._server: CatalogServer | None = None
         if isinstance(catalog, str):

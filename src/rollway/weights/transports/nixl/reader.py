@@ -36,7 +36,7 @@ from rollway.weights.planning.sources import Place
 from rollway.weights.planning.targets import hf_slices
 from rollway.weights.planning.transfers import Total
 from rollway.weights.transports.base import Reader, never
-from rollway.weights.transports.nixl.agent import Agent, TimedOut, unique_name
+from rollway.weights.transports.nixl.agent import Agent, TimedOut, make_unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import open_catalog
 from rollway.weights.transports.nixl.listing import FANOUT, SourceGroup, read_group, this_node
@@ -270,7 +270,7 @@ class NixlReader(Reader):
     def _set_mode(self, serves_peers: bool, slices: Slices) -> None:
         """Start with new buffers and plans, under a new name: both depend on the mode."""
         self._serves_peers, self._mode_slices = serves_peers, slices
-        self.name = unique_name("receiver")
+        self.name = make_unique_name("receiver")
         self._windows.clear()
 
     def _has_source(self, catalog: Catalog, offer: Offer, failed: list[str]) -> bool:

@@ -35,7 +35,7 @@ from rollway.weights.planning.recipe import run
 from rollway.weights.planning.targets import LocalTensor, Targets
 from rollway.weights.planning.transfers import Plan, Total, Transfer
 from rollway.weights.transports.entries import align, view_entry
-from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, memory_kind
+from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, find_memory_kind
 from rollway.weights.transports.nixl.listing import (
     ListedSource,
     SourceGroup,
@@ -309,7 +309,7 @@ class Connections:
         remote, local, sizes = resolve_reads(reads, memory.addresses, buffer.data_ptr())
         return self.agent.prepare(
             self._peers[source.name][1],
-            (*memory_kind(buffer.device), local),
+            (*find_memory_kind(buffer.device), local),
             (memory.memory, memory.device, remote),
             sizes,
         )
