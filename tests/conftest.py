@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -28,6 +29,10 @@ pytest_plugins = ["tests.stack.stacks"]  # the real stacks that all tests of a s
 settings.register_profile("rollway", deadline=None)  # how long an example takes is no property
 settings.load_profile("rollway")
 mark_own_processes()
+gc.disable()  # until all tests are collected
+# A shell that forbids byte code would have every process of every stack compile Rollway again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Models of these tests are tiny: a second thread only waits for the first, all the longer when two
 # test processes share the cores. (Read when torch is imported.)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,6 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if soaks:
         config.hook.pytest_deselected(items=list(soaks))
         items[:] = [item for item in items if item not in soaks]
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, but not among what exists now: to search torch, vLLM and
+    thousands of tests takes most of a second each time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

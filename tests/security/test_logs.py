@@ -359,7 +359,7 @@ def test_the_logs_of_a_long_run_are_bounded(base_model: Path) -> None:
 @pytest.mark.stack
 def test_a_stack_that_is_started_often_keeps_the_logs_of_few_runs(base_model: Path) -> None:
     spec = mocker_spec(base_model, keep_runs=2)
-    for _ in range(4):
+    for _ in range(3):
         with rollway.up(spec):
             assert processes.find_members(StackDir("t").read().run_id)  # type: ignore[union-attr]
     logs_dir = StackDir("t").logs

@@ -28,6 +28,7 @@ from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.policies import ALPHA, RANK, Policy, write_adapter
+from tests.stack.prime_rl import GENERATE, PrimeServer, check_reply, distance, make_request
 from tests.stack.stacks import VLLM_ARGS
 from tests.waiting import wait_until_async
 
@@ -131,6 +132,42 @@ async def test_adapters_and_sleep_through_the_admin(
         (rollout,) = await client.rollouts(patience=30.0).generate(PROMPT, SAMPLING)
         distance = policies[0].distance(PROMPT, rollout.token_ids, rollout.logprobs or [])
         assert rollout.weight_version == 0 and distance < TOLERANCE
+
+
+@pytest.fixture
+def server(stack: rollway.Stack, tmp_path: Path) -> Iterator[PrimeServer]:
+    running = PrimeServer(stack.name, tmp_path).start()
+    yield running
+    running.end()
+
+
+def test_one_name_of_prime_rl_is_the_newest_adapter(
+    server: PrimeServer, policies: list[Policy]
+) -> None:
+    """prime-rl broadcasts under one constant name; an engine would keep the first for ever."""
+    request = {**make_request(PROMPT), "model": "policy"}
+    assert server.post(GENERATE, request)[0] == 404
+    for step in (1, 2, 3):
+        directory = server.output_dir / "broadcasts" / f"step_{step}"
+        directory.mkdir(parents=True)
+        adapted = write_adapter(directory, policies[0], step)
+        (directory / "STABLE").touch()
+        body = {"lora_name": "policy", "lora_path": f"broadcasts/step_{step}"}
+        status, answer = server.post("/load_lora_adapter", body)
+        assert (status, answer.get("served_as")) == (200, f"policy@{step}"), answer
+        status, answer = server.post(GENERATE, request)
+        assert status == 200, answer
+        check_reply(answer)
+        assert distance(adapted, PROMPT, answer) < TOLERANCE
+    entry = server.get("/v1/models")[1]["data"][1]
+    assert entry["id"] == "policy" and entry["parent"] == "tiny"
+    assert entry["root"].endswith("step_3") and entry["max_model_len"] > 0
+    # The base model is still itself, and evals know the alias too.
+    assert distance(policies[0], PROMPT, server.generate(PROMPT)) < TOLERANCE
+    chat = {"model": "policy", "messages": [{"role": "user", "content": "1"}], "max_tokens": 4}
+    assert server.post("/v1/chat/completions", chat)[0] == 200
+    assert server.post("/unload_lora_adapter", {"lora_name": "policy"})[0] == 200
+    assert server.post(GENERATE, request)[0] == 404
 
 
 def test_versions_of_an_adapter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ def test_every_part_runs_or_says_why_not(cli: Cli, footprint: Footprint) -> None
     only = ["limits", "throughput", "cuda_ipc", "cuda_ipc_in_place", "shm", "delta", "in-flight"]
     done = cli(
         "bench", "gpu-engine", "--model", "tiny", "--rollouts", "4", "--tokens", "48",
-        "--repeat", "1", "--json", "--only", *only, "stock", "lost", timeout=300.0,
+        "--repeat", "1", "--steps", "3", "--filler-gib", "1", "--json",
+        "--only", *only, "colocated", "stock", "lost", timeout=300.0,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(done.stdout)
@@ -41,23 +43,18 @@ def test_every_part_runs_or_says_why_not(cli: Cli, footprint: Footprint) -> None
     assert figures["lost"]["tokens_per_hour"].keys() == {"shm", "delta", "in-flight", "stock"}
     # Each refit was printed when it ended: an interrupted run loses nothing.
     assert "shm: {" in done.stderr and "in-flight: {" in done.stderr
+    check_turns(figures["colocated"])
     assert footprint.settle() == {}
 
 
-def test_a_trainer_and_an_engine_take_turns(cli: Cli, footprint: Footprint) -> None:
-    done = cli(
-        "bench", "gpu-engine", "--model", "tiny", "--rollouts", "2", "--tokens", "16",
-        "--only", "colocated", "--steps", "3", "--filler-gib", "1", "--json", timeout=300.0,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    figures = json.loads(done.stdout)
-    assert figures["failed"] == {}
-    part = figures["colocated"]
+def check_turns(part: dict[str, Any]) -> None:
+    """A trainer and an engine took turns: sleep, train, wake, refit, at both levels."""
     assert "keeps its memory" in part["notes"][0] and part["filler_gib"] == 0
-    for level in ("level_1", "level_2"):
+    levels = ("level_1", "level_2")
+    for level in levels:
         assert part[level]["is_of_version"] and part[level]["proofs"] == ["parameters"]
         assert [len(part[level]["steps"]), part[level]["mib_per_step"].keys()] == [
             3, {"before", "asleep", "after"},
         ]  # fmt: skip
-    assert part["level_2"]["steps"][-1]["version"] == 6
-    assert footprint.settle() == {}
+    versions = [step["version"] for name in levels for step in part[name]["steps"]]
+    assert versions == list(range(versions[0], versions[0] + 6))

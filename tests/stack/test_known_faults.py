@@ -317,7 +317,7 @@ async def test_08_no_request_hangs_on_a_paused_worker(
             began = time.monotonic()
             with pytest.raises(RolloutError):
                 await other.rollouts(patience=3.0).generate(fresh_prompt(), SHORT)
-            assert time.monotonic() - began < 10.0
+            assert time.monotonic() - began < 30.0
         finally:
             await client.fleet.resume()
         (rollout,) = await other.rollouts(patience=3.0).generate(fresh_prompt(), SHORT)

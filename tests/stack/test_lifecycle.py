@@ -22,8 +22,10 @@ from rollway.stack import local
 from rollway.stack.state import StackDir
 from tests.children import start_child
 from tests.conftest import Cli, Footprint
+from tests.light.spec import light
 from tests.stack.mocker import mocker_spec
-from tests.stack.serving import read_state
+from tests.stack.policies import Policy
+from tests.stack.serving import SHORT, TOLERANCE, read_state, worst
 from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
@@ -310,10 +312,17 @@ def test_following_a_log_ends_with_the_stack(base_model: Path, cli: Cli) -> None
     assert follower.wait(timeout=20) == 0
 
 
-def test_real_etcd_and_nats(base_model: Path, footprint: Footprint) -> None:
+def test_real_etcd_and_nats(base_model: Path, policies: list[Policy], footprint: Footprint) -> None:
     planes = {"discovery": "etcd", "event_plane": "nats", "request_plane": "nats"}
-    with rollway.up(mocker_spec(base_model, **planes)) as stack:
+    prompt = list(range(40, 100))
+    with rollway.up({**light(base_model, "t"), **planes}) as stack:
         roles = {p.name: p.role for p in read_state("t").processes}
         assert roles["etcd"] == roles["nats-server"] == "service"
-        assert stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=2)
+        group = stack.rollouts().generate(prompt, SHORT, n=4)
+        assert worst(policies[0], group) < TOLERANCE
+        assert sum(rollout.cached_tokens for rollout in group) > 0
+        stack.refit(1, policies[1].path)
+        group = stack.rollouts().generate(prompt, SHORT, n=2)
+        assert {rollout.weight_version for rollout in group} == {1}
+        assert worst(policies[1], group) < TOLERANCE
     assert footprint.new() == {}

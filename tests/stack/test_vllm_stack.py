@@ -341,6 +341,7 @@ def test_rollouts_survive_the_death_of_the_frontend(
     assert worst(served[1], flat) < TOLERANCE
 
 
+@pytest.mark.soak  # test_lifecycle.py does the same with light workers
 def test_vllm_over_real_etcd_and_nats(
     base_model: Path, policies: list[Policy], footprint: Footprint
 ) -> None:
