@@ -86,7 +86,7 @@ class PrimeServer:
     def end(self, *, kill: bool = False) -> None:
         assert self.process is not None
         (self.process.kill if kill else self.process.terminate)()
-        assert self.process.wait(20) == (-9 if kill else 0)
+        assert self.process.wait(60) == (-9 if kill else 0)
 
     @property
     def url(self) -> str:

@@ -101,7 +101,7 @@ async def ask_plainly(stack: rollway.Stack, model: str) -> Completion:
             return None
 
     assembly = DynamoAssembly(SAMPLING, len(PROMPT))
-    assembly.add(await wait_until_async(answer, 5.0, every=0.1))
+    assembly.add(await wait_until_async(answer, every=0.1))
     return assembly.finish()
 
 

@@ -338,7 +338,7 @@ async def test_08_generation_continues_during_a_rolling_refit(
             async def another_generated() -> bool:
                 return any(began > opened for began, *_ in seen)
 
-            await wait_until_async(another_generated, 20.0)
+            await wait_until_async(another_generated)
             windows.append((opened, time.monotonic()))
 
     async def generate() -> None:

@@ -64,7 +64,7 @@ def test_a_request_waits_at_the_gate_and_a_running_one_goes_on(
         before = server.generate(fresh_prompt(20), 100, **long)["weight_version"]
         assert server.post(PAUSE)[0] == 200
         waiting = pool.submit(server.generate, prompts[0])
-        wait_until(lambda: server.metrics()["rollway_gate_waiting"] == 1, 10)
+        wait_until(lambda: server.metrics()["rollway_gate_waiting"] == 1)
         status, answer = server.post("/update_weights", {"weight_dir": "broadcasts/step_2"})
         assert status == 200
         # Running requests pass the gate after the swap; the new one does not.

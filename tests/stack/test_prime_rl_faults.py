@@ -85,7 +85,7 @@ def test_a_server_killed_in_a_broadcast_goes_on_where_it_was(
     server.start()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(server.generate, fresh_prompt(20))
-        wait_until(lambda: server.metrics()["rollway_gate_waiting"] == 1, 10)
+        wait_until(lambda: server.metrics()["rollway_gate_waiting"] == 1)
         status, answer = server.post("/update_weights", {"weight_dir": "broadcasts/step_5"})
         assert status == 200 and not waiting.done()
         assert server.post("/resume")[0] == 200
@@ -120,7 +120,7 @@ def test_a_death_during_an_update_leaves_no_old_version_in_service(
     body = {"weight_dir": f"broadcasts/step_{step}"}
     with ThreadPoolExecutor(1) as pool:
         updating = pool.submit(server.post, "/update_weights", body)
-        wait_until(lambda: server.metrics()["rollway_weight_updates"] > began, 10, every=0.001)
+        wait_until(lambda: server.metrics()["rollway_weight_updates"] > began, every=0.001)
         if victim == "a worker":
             process = next(p for p in read_state("prime").processes if p.instance)
             os.kill(process.pid or 0, signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_a_worker_killed_in_a_pause_is_not_waited_for(
     with ThreadPoolExecutor(1) as pool:
         pausing = pool.submit(server.post, PAUSE)
         kill_worker()
-        assert pausing.result(10) == (200, {"status": "paused"})
+        assert pausing.result(60) == (200, {"status": "paused"})
     assert server.post("/resume")[0] == 200  # the trainer gives up, and goes on
     server.update("broadcasts/step_40")
     version = int(server.metrics()["rollway_weight_version"])
@@ -206,13 +206,13 @@ def test_an_orchestrator_that_dies_in_an_update_leaves_the_fleet_whole(
     body = json.dumps({"weight_dir": str(directory)})
     dying.request("POST", "/update_weights", body, {"content-type": "application/json"})
     started, served = "rollway_weight_updates", "rollway_weight_version"
-    wait_until(lambda: server.metrics()[started] > before[started], 10, every=0.001)
+    wait_until(lambda: server.metrics()[started] > before[started], every=0.001)
     dying.close()
     wait_until(lambda: server.metrics()[served] > before[served], 60)
     assert stays(lambda: server.metrics()["rollway_gate_open"] == 0, 0.2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(server.generate, fresh_prompt(20))
-        wait_until(lambda: server.metrics()["rollway_gate_waiting"] == 1, 10)
+        wait_until(lambda: server.metrics()["rollway_gate_waiting"] == 1)
         server.update(broadcast(output_dir, 43, policies[1].path))
         version = waiting.result(60)["weight_version"]
     assert_all_serve(server, stack, policies[1], version)
@@ -280,7 +280,7 @@ def test_a_killed_sender_leaves_no_step_and_the_next_one_cleans_up(tmp_path: Pat
     dying = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
     assert dying.stdout.readline() == b"half\n"
     dying.kill()
-    dying.wait(10)
+    dying.wait(60)
     steps = tmp_path / "broadcasts"
     assert not (steps / "step_1").exists() and any(steps.iterdir())
     done = subprocess.run(command, input=b"", capture_output=True, timeout=60)

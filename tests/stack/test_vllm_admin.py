@@ -293,7 +293,7 @@ async def test_abort_ends_running_requests_and_holds_new_ones(
 ) -> None:
     running, task = await under_way(http, server)
     await admin.pause(server, "abort")
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
     assert running.finish == "abort"
     late = asyncio.create_task(complete(http, server, Completion(fresh_prompt())))
     assert await stays_async(lambda: not late.done(), 0.5)
@@ -335,7 +335,7 @@ async def test_keep_freezes_requests_and_continues_them_with_the_new_weights(
         before = len(running.token_ids)
         return await stays_async(lambda: len(running.token_ids) == before, 0.5)
 
-    await wait_until_async(is_frozen, 5.0)
+    await wait_until_async(is_frozen)
     before = len(running.token_ids)
     await admin.update_from_disk(server, policies[1].path, next(_versions))
     await admin.resume(server)
@@ -373,13 +373,13 @@ async def test_a_flush_is_refused_while_a_request_holds_blocks_and_abort_ends_it
         await admin.flush_cache(server)
     await admin.abort(server, "nobody")
     await admin.abort(server, "mine")
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
     assert running.finish == "abort"
     await other
     assert bystander.finish == "length"
     by_id, task = await under_way(http, server)
     await admin.abort(server, by_id.id)
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
     assert by_id.finish == "abort"
     await admin.flush_cache(server)
 

@@ -148,7 +148,7 @@ def test_a_blocking_iterator_ends_the_async_one(
     items = counter.count(3)
     assert next(items) == 0
     items.close()  # type: ignore[attr-defined]
-    assert async_counter.closed.wait(5.0)
+    assert async_counter.closed.wait(60.0)
 
 
 # --- publishers ----------------------------------------------------------------------------

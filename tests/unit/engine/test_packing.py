@@ -108,7 +108,7 @@ def test_generation_gets_its_turn_after_each_layer(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(time, "perf_counter", clock.__next__)
     kernels = [LateKernel(torch.randn(8, 16)) for _ in range(3)]
     packing = Packing(kernels, [])
-    wait_until(lambda: kernels[0].is_packed, 10)
+    wait_until(lambda: kernels[0].is_packed)
     assert stays(lambda: not kernels[1].is_packed, 0.1)
     packing.wait()  # the next version needs the memory: no more turns
     assert all(kernel.is_packed for kernel in kernels)

@@ -194,7 +194,7 @@ async def test_a_rollout_is_refused_when_no_worker_serves_its_version(checkpoint
 
 
 async def test_a_refit_cancelled_while_pausing_changes_nothing(checkpoint: Path) -> None:
-    quick, slow = FakeWorker(1), FakeWorker(2, fail={"pause_generation": 0.5})
+    quick, slow = FakeWorker(1), FakeWorker(2, fail={"pause_generation": 2.0})
     async with fake_fleet(quick, slow) as url, Http() as http:
         fleet = Fleet(http, url)
         task = asyncio.create_task(fleet.refit(7, checkpoint))

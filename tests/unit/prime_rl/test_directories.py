@@ -49,7 +49,7 @@ async def test_a_marker_may_appear_late(tmp_path: Path) -> None:
     await asyncio.sleep(0)  # one turn of the loop
     assert not finding.done()
     (path / "STABLE").touch()
-    await wait_until_async(finding.done, 5)
+    await wait_until_async(finding.done)
     assert finding.result() == path
 
 

@@ -271,7 +271,7 @@ async def test_pods_join_and_leave_while_the_pool_runs(
         service.names["pods"] = ["127.0.0.2", "127.0.0.3"]
         await pool.wait_for_ready(10.0, servers=2)
         service.names["pods"] = ["127.0.0.2"]
-        await wait_until_async(lambda: pool.get_metrics()["elastic/num_servers"] == 1, 10)
+        await wait_until_async(lambda: pool.get_metrics()["elastic/num_servers"] == 1)
     finally:
         await pool.stop()
 

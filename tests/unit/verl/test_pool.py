@@ -190,7 +190,7 @@ async def test_an_abort_answers_with_the_tokens_so_far(pool: Pool, engines: Engi
 
 async def test_a_rejecting_abort_rejects_later_requests(pool: Pool) -> None:
     await pool.abort_all_requests(reject_request=True)
-    output = await asyncio.wait_for(request(pool), 1)
+    output = await asyncio.wait_for(request(pool), 10)
     assert (output.token_ids, output.stop_reason, output.extra_fields) == ([], "aborted", {})
 
 
@@ -199,7 +199,7 @@ async def test_an_abort_cancels_a_request_that_no_engine_has(pool: Pool, engines
     lost = request(pool)
     await settle()
     await pool.abort_all_requests()
-    output = await asyncio.wait_for(lost, 1)
+    output = await asyncio.wait_for(lost, 10)
     assert (output.token_ids, output.stop_reason) == ([], "aborted")
 
 
@@ -239,14 +239,14 @@ async def test_a_rejecting_abort_rejects_waiting_requests(pool: Pool) -> None:
     waiting = request(pool)
     await settle()
     await pool.abort_all_requests(reject_request=True)
-    assert (await asyncio.wait_for(waiting, 1)).stop_reason == "aborted"
+    assert (await asyncio.wait_for(waiting, 10)).stop_reason == "aborted"
 
 
 async def test_a_sleeping_pool_still_rejects_requests(pool: Pool, engines: Engines) -> None:
     pool = make_pool(engines, frees_memory=True)
     await pool.abort_all_requests(reject_request=True)
     await pool.sleep()
-    assert (await asyncio.wait_for(request(pool), 1)).stop_reason == "aborted"
+    assert (await asyncio.wait_for(request(pool), 10)).stop_reason == "aborted"
     await pool.wake_up()
     engines.finish.set()
     assert (await request(pool)).stop_reason == "completed"
@@ -272,7 +272,7 @@ async def test_an_abort_during_a_resume_leaves_the_gate_shut(pool: Pool, engines
     await settle()
     await pool.abort_all_requests(reject_request=True)
     await resuming
-    assert (await asyncio.wait_for(request(pool), 1)).stop_reason == "aborted"
+    assert (await asyncio.wait_for(request(pool), 10)).stop_reason == "aborted"
     assert engines.calls == ["pause abort", "resume", "pause abort"]
 
 
@@ -523,7 +523,7 @@ async def test_a_stack_that_ends_ends_the_run_with_its_cause(nodes: OnNodes, poo
     nodes.end(StackNotRunning("The actor that ran the engines of node 127.0.0.2 died: memory"))
     for call in (waiting, spread.refit(make_offer(1), 1), spread.info(), spread.sleep()):
         with pytest.raises(RolloutError, match=r"node 127\.0\.0\.2 died: memory"):
-            await asyncio.wait_for(call, 1)
+            await asyncio.wait_for(call, 10)
     with pytest.raises(RolloutError, match="died: memory"):
         await request(spread)
     await spread.shutdown()

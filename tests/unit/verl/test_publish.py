@@ -294,11 +294,11 @@ async def test_cancelling_an_update_ends_its_publisher() -> None:
             await stream.feed(publish_slowly)
 
     task = asyncio.ensure_future(send())
-    assert await asyncio.to_thread(started.wait, 5)
+    assert await asyncio.to_thread(started.wait, 60)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(ended.wait, 5)
+    assert await asyncio.to_thread(ended.wait, 60)
 
 
 async def test_tensors_are_gathered_only_when_the_publisher_requests_them() -> None:
