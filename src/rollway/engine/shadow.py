@@ -244,8 +244,8 @@ _HEAD_START = 0.5
 """Seconds after a swap in which nothing is packed. Requests that the swap cut compute their tokens
 again in these, on all cores: that is the longest time without a token that they see."""
 _TURN = 3.0
-"""How long generation gets its turn after each layer, in units of what the layer took. A plain
-layer is slower than a packed one by a third at most, so there is no hurry."""
+"""How long generation gets its turn after each layer, in units of what the layer took. Plain layers
+cost it less than cores that are busy with packing."""
 
 
 class Packing:
