@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import rollway
 from rollway.orders import SECRET
@@ -122,6 +123,10 @@ def test_refusals_are_4xx_and_nothing_changes(
     half = broadcast(output_dir, 22, policies[1].path)
     (half / "model-00002-of-00002.safetensors").unlink()
     outside = broadcast(tmp_path, 23, policies[1].path)
+    shaped = broadcast(output_dir, 24, policies[1].path)
+    file = shaped / "model-00001-of-00002.safetensors"
+    save_file({name: tensor[:-1] for name, tensor in load_file(file).items()}, file)
+    (shaped / "STABLE").touch()
     before = server.generate(fresh_prompt(20))["weight_version"]
     status, answer = server.post("/update_weights", {"weight_dir": str(whole)})
     assert status == 409 and "without /pause" in answer["error"]["message"]
@@ -129,6 +134,7 @@ def test_refusals_are_4xx_and_nothing_changes(
     for body, reason in (
         ({"weight_dir": str(half)}, "lacks weight files"),
         ({"weight_dir": str(outside)}, "outside the allowed checkpoint roots"),
+        ({"weight_dir": str(shaped)}, "shape"),
         ({"weight_dir": "../../etc"}, "outside the allowed checkpoint roots"),
         ({"weight_dir": None}, "weight_dir is missing"),
     ):

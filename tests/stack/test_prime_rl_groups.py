@@ -16,6 +16,7 @@ from tests.stack.policies import Policy
 from tests.stack.prime_rl import (
     PAUSE,
     PrimeServer,
+    broadcast,
     form_group,
     read_logprobs,
     send_step,
@@ -52,8 +53,7 @@ def stack(home: Path, base_model: Path) -> Iterator[rollway.Stack]:
 
 @pytest.fixture(scope="module")
 def server(stack: rollway.Stack, home: Path) -> Iterator[PrimeServer]:
-    options = ("--weight-broadcast", "nccl")
-    running = PrimeServer("groups", home, options, env={"ROLLWAY_HOME": str(home)}).start()
+    running = PrimeServer("groups", home, env={"ROLLWAY_HOME": str(home)}).start()
     yield running
     running.end()
 
@@ -111,3 +111,16 @@ def test_a_server_that_is_killed_in_a_broadcast_takes_what_has_arrived(
         sending.result(30)
     assert server.post("/resume")[0] == 200
     check_served(server, policies[1])
+
+
+def test_a_run_by_files_follows_one_by_a_group(
+    server: PrimeServer, stack: rollway.Stack, policies: list[Policy]
+) -> None:
+    with CollectiveSender("127.0.0.1", 0, WORKERS, 60, output_dir=server.output_dir) as sender:
+        form_group(server, sender, WORKERS)
+    # The server was told no type, and is started again between the two runs.
+    server.end()
+    server.start()
+    server.update(broadcast(server.output_dir, 20, policies[2].path))
+    check_served(server, policies[2])
+    assert len(set(stack.fleet.read_versions().values())) == 1

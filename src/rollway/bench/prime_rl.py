@@ -1,7 +1,7 @@
 """`rollway bench prime-rl`: prime-rl's own clients through the server, against Dynamo alone.
 
-    throughput   the released `renderers` client, at the server and straight at Dynamo's own
-                 generate route of the same workers, by turns
+    single, 64,  the released `renderers` client, at the server and straight at Dynamo's own
+    512          generate route of the same workers, by turns, with so many episodes in flight
     controller   how many episodes prime-rl's own concurrency controller allows, by which address
                  it reads the engines' metrics from (from a checkout: ROLLWAY_PRIME_RL_SRC)
     pause        how long running rollouts get no token while a model of 500 MB is broadcast, and
@@ -65,11 +65,11 @@ class Load:
     rounds: int
 
 
-LOADS = (Load("single", 4, 1, 9), Load("64", 128, 64, 7), Load("512", 512, 512, 4))
+LOADS = (Load("single", 4, 1, 9), Load("64", 128, 64, 7), Load("512", 512, 512, 3))
 EPISODE = {"prompt_tokens": 128, "max_tokens": 64, "turns": 2}
 
 
-PARTS = ("throughput", "controller", "pause", "broadcast")
+PARTS = (*(load.name for load in LOADS), "controller", "pause", "broadcast")
 
 
 async def bench_prime_rl(
@@ -82,8 +82,10 @@ async def bench_prime_rl(
             "Run `make setup-prime-rl`, or name the one that has renderers: --prime-rl-python.",
         )
     figures: dict[str, Any] = {"limits": LIMITS}
-    if set(parts) & {"throughput", "controller"}:
-        figures |= await _measure_clients(python, model, scratch, say, parts)
+    loads = [load for load in LOADS if load.name in parts]
+    if loads or "controller" in parts:
+        needs_controller = "controller" in parts
+        figures |= await _measure_clients(python, model, scratch, say, loads, needs_controller)
     if "pause" in parts:
         figures["pause"] = await _measure_pauses(scratch, say)
     if "broadcast" in parts:
@@ -93,7 +95,12 @@ async def bench_prime_rl(
 
 
 async def _measure_clients(
-    python: Path, model: Path, scratch: Path, say: Say, parts: Sequence[str]
+    python: Path,
+    model: Path,
+    scratch: Path,
+    say: Say,
+    loads: Sequence[Load],
+    needs_controller: bool,
 ) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     args = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 64}
@@ -102,9 +109,10 @@ async def _measure_clients(
     spec = make_spec({"name": "bench-prime-rl", "models": [served]})
     async with up(spec) as stack, _serve(stack.name, scratch) as server:
         job = _Job(python, scratch, stack.frontend_url, server)
-        if "throughput" in parts:
-            figures["throughput"] = await asyncio.to_thread(_measure_throughput, job, model, say)
-        if "controller" in parts:
+        if loads:
+            measure = partial(_measure_throughput, job, model, say, loads)
+            figures["throughput"] = await asyncio.to_thread(measure)
+        if needs_controller:
             figures["controller"] = await asyncio.to_thread(_measure_controller, job, say)
     return figures
 
@@ -169,8 +177,8 @@ class _Job:
             raise RollwayError(f"prime-rl's client ended with {driver.returncode}:\n{tail}")
 
 
-def _measure_throughput(job: _Job, model: Path, say: Say) -> dict[str, Any]:
-    runs = list_runs()
+def _measure_throughput(job: _Job, model: Path, say: Say, loads: Sequence[Load]) -> dict[str, Any]:
+    runs = list_runs(loads)
     urls = {"rollway": f"{job.server}/v1", "dynamo": f"{job.frontend}/v1"}
     fields = {"tokenizer": str(model), "model": MODEL, "urls": urls, "runs": runs, **EPISODE}
     rates: dict[tuple[str, int], dict[str, float]] = {}
@@ -178,12 +186,12 @@ def _measure_throughput(job: _Job, model: Path, say: Say) -> dict[str, Any]:
         rate = run["tokens"] / run["seconds"]
         rates.setdefault((run["load"], run["round"]), {})[run["arm"]] = rate
         say(f"{run['load']} in flight, {run['arm']}: {rate:.0f} tokens/s")
-    return {load.name: summarize(load, rates) for load in LOADS}
+    return {load.name: summarize(load, rates) for load in loads}
 
 
-def list_runs() -> list[dict[str, Any]]:
-    """List all runs in order. The first round of a load is its warm-up; then the two arms alternate
-    in which is first."""
+def list_runs(loads: Sequence[Load] = LOADS) -> list[dict[str, Any]]:
+    """List the runs of these loads in order. The first round of a load is its warm-up; then the two
+    arms alternate in which is first."""
     return [
         {
             "name": f"{load.name}-{number}-{arm}",
@@ -193,7 +201,7 @@ def list_runs() -> list[dict[str, Any]]:
             "episodes": load.episodes,
             "in_flight": load.in_flight,
         }
-        for load in LOADS
+        for load in loads
         for number in range(load.rounds + 1)
         for arm in (("rollway", "dynamo"), ("dynamo", "rollway"))[number % 2]
     ]

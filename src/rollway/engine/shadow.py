@@ -201,7 +201,8 @@ class LateKernel:
 
         background   load ─► verify the bits
         pause        exchange: layers multiply with the loaded weights
-        afterwards   a thread packs layer by layer ─► each layer multiplies with its packed weights
+        afterwards   generation goes on ─► a thread packs layer by layer, and each then multiplies
+                     with its packed weights
 
     vLLM packs linear layers for oneDNN, at about 1 GB/s for each core: longer than all other parts
     of a refit together. The packed kernel is up to twice as fast as the plain one for a few tokens,
@@ -239,8 +240,17 @@ class LateKernel:
         self._loaded = None
 
 
+_HEAD_START = 0.5
+"""Seconds after a swap in which nothing is packed. Requests that the swap cut compute their tokens
+again in these, on all cores: that is the longest time without a token that they see."""
+_TURN = 3.0
+"""How long generation gets its turn after each layer, in units of what the layer took. Plain layers
+cost it less than cores that are busy with packing."""
+
+
 class Packing:
-    """A thread that packs the layers of the version that a worker has begun to serve."""
+    """A thread that packs the layers of the version that a worker has begun to serve, in turns with
+    generation."""
 
     def __init__(self, kernels: Sequence[LateKernel], replaced: list[Any]) -> None:
         """Start it. `replaced` holds the last references to what served before: releasing that
@@ -252,26 +262,29 @@ class Packing:
         threading.Thread(target=self._run, name="rollway-packing", daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until no layer needs its loaded weights."""
+        """Wait until no layer needs its loaded weights; from now on there are no turns."""
         self._is_awaited.set()
         self._done.wait()
 
     def _run(self) -> None:
-        began = time.perf_counter()
+        busy = 0.0
         try:
             torch.get_num_threads()  # initialises this thread's setting, which share_cores changes
             share_cores(alone=False)
+            self._is_awaited.wait(_HEAD_START)
             self._replaced.clear()
             with torch.no_grad():
                 while self._kernels:
-                    started = time.perf_counter()
+                    began = time.perf_counter()
                     self._kernels.pop(0).pack()
+                    seconds = time.perf_counter() - began
+                    busy += seconds
                     # Where a packed layer takes as many cores as there are, generation stands
                     # still meanwhile. So it gets its turn after each layer, and not after all.
-                    self._is_awaited.wait(time.perf_counter() - started)
+                    self._is_awaited.wait(_TURN * seconds)
         finally:
             self._done.set()
-        log.info("its layers are packed (%.3f s)", time.perf_counter() - began)
+        log.info("its layers are packed (%.3f s)", busy)
 
 
 def set_packing(worker: Any, packing: Packing | None) -> None:

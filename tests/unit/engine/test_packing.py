@@ -102,6 +102,15 @@ def test_packing_never_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert products == [threading.current_thread().name]
 
 
+def test_requests_that_the_swap_cut_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow, "_HEAD_START", 1000.0)
+    kernel = LateKernel(torch.randn(8, 16))
+    packing = Packing([kernel], [])
+    assert stays(lambda: not kernel.is_packed, 0.1)
+    packing.wait()  # the next version needs the memory
+    assert kernel.is_packed
+
+
 def test_generation_gets_its_turn_after_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with few cores it stands still while a layer is packed: not for all of them."""
     clock = itertools.count(0.0, 1000.0)  # a layer takes very long, by the clock

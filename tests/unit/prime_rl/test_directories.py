@@ -96,6 +96,7 @@ async def test_weights_need_no_config_but_plain_tensors(tmp_path: Path) -> None:
         (["model.layers.0.mlp.experts.w13_weight"], "BF16"),
         (["model.layers.0.mlp.down_proj.weight_scale_inv"], "BF16"),
         (["model.layers.0.mlp.down_proj.weight"], "F8_E4M3"),
+        (["model.layers.0.mlp.down_proj.scales"], "F8_E8M0"),
     ):
         kernels = write_weights(tmp_path / "kernels", *names, dtype=dtype)
         with pytest.raises(UsageError, match="quantize_in_weight_transfer"):

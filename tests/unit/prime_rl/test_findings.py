@@ -10,6 +10,7 @@ import importlib
 
 import pytest
 
+from tests.unit.engine import test_prime_rl_broadcast
 from tests.unit.prime_rl import (
     test_broadcast,
     test_check,
@@ -48,6 +49,9 @@ FINDINGS = {
         test_client.test_admin_calls_never_go_to_the_listing_of_the_frontend
     ),
     "7: the example lacked the backend": test_check.test_the_config_of_june_names_its_backend,
+    "8: ranks of a group followed from the device's number, and met over several machines": (
+        test_prime_rl_broadcast.test_all_ranks_of_a_fleet_are_different
+    ),
     "9: steps were deleted that rollouts still needed": (
         test_broadcast.test_steps_are_kept_as_long_as_rollouts_may_need_them
     ),

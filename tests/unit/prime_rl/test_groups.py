@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from rollway.errors import AdminError, RefitError, UsageError
+from rollway.errors import AdminError, RefitError, Unreachable, UsageError
 from rollway.fleet.admin import RefitRefused, StageReply
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
@@ -52,8 +52,11 @@ class FakeAdmin:
         self.errors: dict[tuple[int, str], str] = {}
         self.digests: dict[int, str] = {}
         self.staged: dict[int, asyncio.Event] = {}
+        self.silent = 0
 
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
+        if worker.instance_id == self.silent:
+            raise AdminError("No answer.") from Unreachable("it hangs")
         self.calls.append((worker.instance_id, method, arguments))
         if method == "rollway_unstage":
             self.staged[worker.instance_id].set()
@@ -137,10 +140,10 @@ async def test_adapters_and_groups_exclude_each_other() -> None:
     with pytest.raises(Refused, match="adapters are loaded"):
         await init(updates)
     updates.memory.record.adapters.clear()
-    updates.refuse_adapters()
+    await updates.refuse_adapters()
     await init(updates)
     with pytest.raises(Refused, match="whole models"):
-        updates.refuse_adapters()
+        await updates.refuse_adapters()
 
 
 async def test_one_worker_that_fails_ends_the_wait_of_the_others() -> None:
@@ -239,6 +242,61 @@ async def test_types_of_the_server() -> None:
     updates.pause()
     with pytest.raises(Refused, match="No group has formed"):
         await updates.update("step_1")
+
+
+async def test_files_are_read_again_once_the_trainer_of_the_group_is_gone(tmp_path: Path) -> None:
+    fleet, file = GroupFleet(), tmp_path / "state"
+    updates = make(fleet, file)
+    await init(updates)
+    updates.pause()
+    await updates.update("step_1")
+    say_gone(fleet, *WORKERS)
+    assert await updates.update("step_1") == 1, "what the group sent last stays its own"
+    await updates.resume()
+
+    # The next run broadcasts files, which prime-rl does not announce; the server was restarted.
+    updates = make(fleet, file)
+    updates.rules = BroadcastRules([tmp_path], tmp_path, marker_seconds=0.0)
+    directory = BroadcastSender(tmp_path).send(0, WEIGHTS.items())
+    (tmp_path / "broadcasts" / "step_9").mkdir()
+    (tmp_path / "broadcasts" / "step_9" / "STABLE").touch()
+    updates.pause()
+    with pytest.raises(Refused, match=r"lacks weight files.*needs /init_broadcaster") as caught:
+        await updates.update("broadcasts/step_9")
+    assert caught.value.status == 400 and len(fleet.refits) == 1
+    assert await updates.update("broadcasts/step_0") == 2
+    assert fleet.refits[1][1] == directory
+    await updates.refuse_adapters()
+
+
+async def test_a_group_is_kept_while_one_worker_may_be_in_it() -> None:
+    fleet = GroupFleet()
+    updates = make(fleet)
+    await init(updates)
+    updates.pause()
+    say_gone(fleet, *WORKERS[1:])
+    await updates.update("step_1")
+    assert isinstance(fleet.refits[0][1], GroupUpdate)
+    await updates.resume()
+    updates.pause()
+    fleet.admin.silent = WORKERS[0].instance_id
+    await updates.update("step_2")
+    assert isinstance(fleet.refits[1][1], GroupUpdate)
+
+
+async def test_a_type_that_was_named_decides_also_without_a_trainer() -> None:
+    fleet = GroupFleet()
+    updates = make(fleet, kind="nccl")
+    await init(updates)
+    say_gone(fleet, *WORKERS)
+    updates.pause()
+    await updates.update("step_1")
+    assert isinstance(fleet.refits[0][1], GroupUpdate)
+
+
+def say_gone(fleet: GroupFleet, *workers: Worker) -> None:
+    for worker in workers:
+        fleet.admin.errors[worker.instance_id, JOINED_METHOD] = "The trainer is gone."
 
 
 async def test_nixl_is_served_where_the_trainer_publishes_by_rollway(tmp_path: Path) -> None:

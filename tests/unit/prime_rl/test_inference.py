@@ -20,6 +20,7 @@ from rollway.integrations.prime_rl.inference import (
     read_config,
     write_shim,
 )
+from rollway.stack import preset
 
 # What prime-rl of August 2026 writes for a config that names a model and nothing else.
 RESOLVED: dict[str, Any] = {
@@ -98,6 +99,21 @@ def test_engine_options_keep_their_names() -> None:
     }  # fmt: skip
     assert model["seed"] == 7
     assert model["env"]["NAME"] == "x" and model["env"]["VLLM_USE_DEEP_GEMM"] == "1"
+
+
+def test_captured_experts_need_a_kernel_that_the_capture_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus: list[str] = []
+    monkeypatch.setattr(preset, "list_gpus", lambda: gpus)
+    captured = make_model(vllm__enable_return_routed_experts=True)["args"]
+    assert captured["enable-return-routed-experts"] is True
+    assert "moe-backend" not in captured  # the CPU's kernel is seen
+    gpus.append("0")
+    assert make_model(vllm__enable_return_routed_experts=True)["args"]["moe-backend"] == "triton"
+    named = {"vllm__enable_return_routed_experts": True, "vllm__moe_backend": "marlin"}
+    assert make_model(**named)["args"]["moe-backend"] == "marlin"
+    assert "moe-backend" not in make_model()["args"]
 
 
 def test_lora_options_come_with_lora_alone() -> None:

@@ -22,12 +22,13 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rollway.errors import AdminError, RollwayError, UsageError, WeightsError
+from rollway.errors import AdminError, RollwayError, Unreachable, UsageError, WeightsError
 from rollway.fleet.admin import (
     AdminAPI,
     NoSuchMethod,
@@ -111,7 +112,8 @@ class Broadcaster:
     count_bytes: Callable[[], int] = lambda: 0
     """Returns the size of the served model."""
     type: BroadcastType = "auto"
-    """What the trainer broadcasts by; `auto` follows `/init_broadcaster`."""
+    """What the trainer broadcasts by; `auto` follows `/init_broadcaster`, for as long as the
+    trainer that sent it lives."""
 
     @property
     def group(self) -> JoinedGroup | None:
@@ -202,6 +204,31 @@ class Broadcaster:
         offer = Offer(TRANSPORT, 0, group.offered, nbytes, where, repeatable=False)
         return GroupUpdate(offer, self.secret, allow_cast=True, seats=frozenset(group.seats))
 
+    async def forget_ended(self, directory: str = "") -> bool:
+        """With `auto`, forget a group whose trainer is gone, and return whether there was one: the
+        next run may broadcast files, which no call announces. What the group sent last stays its
+        own: workers may have received it just before the trainer ended."""
+        group = self.group
+        if self.type != "auto" or group is None or (directory and directory == group.directory):
+            return False
+        if not await self._has_ended(group):
+            return False
+        log.warning(
+            "the trainer at %s:%d is gone: broadcasts are files again", group.host, group.port
+        )
+        self._record(None)
+        return True
+
+    async def _has_ended(self, group: JoinedGroup) -> bool:
+        """Return whether no worker is in the group any more. One that does not answer may be."""
+        listed = await self.fleet.workers()
+        members = [worker for worker in listed if worker.instance_id in group.seats]
+        answers = await call_all(members, partial(self._check_joined, group))
+        return bool(listed) and all(
+            isinstance(answer, AdminError) and not isinstance(answer.__cause__, Unreachable)
+            for answer in answers
+        )
+
     async def find_offer(self, path: Path) -> Offer:
         """Return what the trainer published by NIXL, from the directory of the broadcast."""
         try:
@@ -241,11 +268,12 @@ class Broadcaster:
             return False
         if group.seats.keys() != {worker.instance_id for worker in workers}:
             return False
+        answers = await call_all(workers, partial(self._check_joined, group))
+        return not any(isinstance(answer, BaseException) for answer in answers)
 
-        async def check(worker: Worker) -> None:
-            await self.fleet.admin.call(worker, JOINED_METHOD, {"identity": group.identity})
-
-        return not any(isinstance(r, BaseException) for r in await call_all(workers, check))
+    async def _check_joined(self, group: JoinedGroup, worker: Worker) -> None:
+        """Raise unless the worker is in the group, and its trainer lives."""
+        await self.fleet.admin.call(worker, JOINED_METHOD, {"identity": group.identity})
 
     async def _join_all(
         self, request: InitRequest, group: JoinedGroup, workers: list[Worker]
@@ -274,11 +302,7 @@ class Broadcaster:
         }
         where = {"place": place, "first_rank": group.seats[worker.instance_id]}
         offer = Offer(TRANSPORT, 0, group.identity, 0, where, repeatable=False).sign(self.secret)
-        admin, named = self.fleet.admin, {"identity": group.identity}
-
-        async def check() -> None:
-            await admin.call(worker, JOINED_METHOD, named)
-
+        admin, check = self.fleet.admin, partial(self._check_joined, group, worker)
         start = JOIN_METHOD, {"offer": offer.as_json()}
         # Connecting and forming have this limit each; a hung worker has the sum.
         seconds = 2 * request.timeout + _GRACE_SECONDS

@@ -293,7 +293,7 @@ class PrimeRl:
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         name, directory = _read_texts(request, "lora_name", "lora_path")
-        self.updates.refuse_adapters()
+        await self.updates.refuse_adapters()
         try:
             served = await self.adapters.load(name, directory)
         except WeightsError as error:

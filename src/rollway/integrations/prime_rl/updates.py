@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 GATE_SECONDS = 1800.0
 """How long a request waits at the gate. prime-rl gives an update 2 × 720 s."""
 MODE: RefitMode = "in-flight"
+_ENDED_HINT = (
+    "The trainer's group has ended, so files were expected. A trainer that was started again needs "
+    "/init_broadcaster first."
+)
 _GROUP_HINT = (
     "A trainer that was started again needs /init_broadcaster first; for one that broadcasts "
     "files, restart the server with --weight-broadcast filesystem."
@@ -164,8 +168,10 @@ class WeightUpdates:
         self.broadcaster_failure = f"/init_broadcaster failed. {error}"
         log.warning("%s", self.broadcaster_failure)
 
-    def refuse_adapters(self) -> None:
+    async def refuse_adapters(self) -> None:
         """Raise if whole models come over a group: prime-rl itself refuses NCCL with LoRA."""
+        if self.broadcaster is not None:
+            await self.broadcaster.forget_ended()
         if self.broadcaster is not None and self.broadcaster.active_type == "nccl":
             raise Refused(
                 409,
@@ -261,15 +267,21 @@ class WeightUpdates:
     async def _find_weights(self, name: str) -> tuple[Weights, str]:
         """Return the weights of a directory, and their identity: a checkpoint, what its trainer
         published, or, if it has only markers, the next broadcast over the group."""
+        has_ended = self.broadcaster is not None and await self.broadcaster.forget_ended(name)
         kind = "filesystem" if self.broadcaster is None else self.broadcaster.active_type
         if self.broadcaster is not None and kind == "nccl":
             update = await self.broadcaster.make_update(name)
             return update, update.identity
-        path = await self.rules.find(name)
-        if self.broadcaster is not None and kind == "nixl":
-            offer = await self.broadcaster.find_offer(path)
-            return offer, offer.identity
-        return path, (await self.rules.check_weights(path)).identity
+        try:
+            path = await self.rules.find(name)
+            if self.broadcaster is not None and kind == "nixl":
+                offer = await self.broadcaster.find_offer(path)
+                return offer, offer.identity
+            return path, (await self.rules.check_weights(path)).identity
+        except UsageError as error:
+            if has_ended:
+                raise Refused(400, error.message, _ENDED_HINT) from error
+            raise
 
     def _log_step(self, step: int | None, version: int) -> None:
         record = self.memory.record
