@@ -17,8 +17,7 @@ from rollway.errors import RollwayError, StackNotRunning
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
 from rollway.stack.ray import cluster
-from rollway.stack.ready import is_at
-from rollway.stack.state import StackState
+from rollway.stack.state import StackState, is_at
 
 _STATE_SECONDS = 1.0
 _UNAVAILABLE_SECONDS = 60.0

@@ -288,6 +288,7 @@ def follow_log(stack: RayStack, process: str, lines: int) -> Iterator[str]:
 def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> None:
     import ray
 
+    freed: list[str] = []
     try:
         head = access.head
         stopped = head.stop.remote()
@@ -295,7 +296,7 @@ def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> 
         while time.monotonic() < deadline:
             done, _ = ray.wait([stopped], timeout=_POLL_SECONDS)
             if done:
-                ray.get(stopped)
+                freed = ray.get(stopped)
                 break
             if progress is not None:
                 progress(access.read_state())
@@ -303,8 +304,9 @@ def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> 
         # It has ended by itself, after it had cleared up, or with its node and all Keepers.
         cluster.clear_leftovers()
         return
-    # Its work is done; its name is to be free when this returns.
+    # Its work is done; its name and the resources are to be free when this returns.
     _kill(head)
+    cluster.wait_until_free(freed)
     deadline = time.monotonic() + _POLL_SECONDS * 30
     while cluster.is_alive(head) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -47,7 +47,7 @@ class Head(Witness):
 
 def create(stand_in: StandIn) -> tuple[Actor, Actor]:
     head = Actor(stand_in, "head", Head)
-    return head, Actor(stand_in, "keeper", Keeper, RUN, f"rollway/{RUN}/node-0", head)
+    return head, Actor(stand_in, "keeper", Keeper, RUN, f"rollway/{RUN}/node-0", head, {})
 
 
 async def test_a_keeper_without_its_head_stops_first_and_then_frees_its_groups(
