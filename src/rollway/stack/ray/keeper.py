@@ -1,4 +1,4 @@
-"""The actor that runs a node's part of a stack, and the one that stands for a process.
+"""The actor that runs a node's part of a stack.
 
     Head ── start, stop, read ──► Keeper ── spawns ──► supervisor ── runs ──► engines of this node
       ▲                             │
@@ -35,13 +35,6 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 _END_SECONDS = 60.0
 _MAX_FOLLOWERS = 64
-
-
-class Witness:
-    """Lives as long as the process that created it; others wait for its end."""
-
-    async def wait(self) -> None:
-        await asyncio.Event().wait()
 
 
 class Keeper:

@@ -28,9 +28,10 @@ from rollway.errors import (
 )
 from rollway.stack import local
 from rollway.stack.ray import cluster
-from rollway.stack.ray.access import RayAccess, create_witness, make_gone_error
+from rollway.stack.ray.access import RayAccess, make_gone_error
 from rollway.stack.ray.node_check import check_runtime_envs, get_python, make_import_error
 from rollway.stack.ray.placement import NodeInfo, Placement, check_ranks, plan_placement
+from rollway.stack.ray.witness import create_witness
 from rollway.stack.state import StackState
 
 Progress = Callable[[StackState], None]
@@ -185,6 +186,8 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
                 raise unable or make_gone_error(access.name, gone) from None
             if error is not None:
                 raise restore_error(error)
+        if progress is None and not done:
+            continue  # a look would cost every node CPU time, which its engines need now
         try:
             if done or state is None or time.monotonic() - read_at > _STATE_SECONDS:
                 state, read_at = access.read_state(), time.monotonic()

@@ -16,8 +16,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from rollway.config import load_spec
 from rollway.errors import StartError
 from rollway.stack.ray import cluster, head, healing, parts
-from rollway.stack.ray.keeper import Witness
 from rollway.stack.ray.placement import NodeInfo, plan_placement
+from rollway.stack.ray.witness import Witness
 from tests.waiting import wait_until_async
 
 JOIN = {

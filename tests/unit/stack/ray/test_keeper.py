@@ -12,7 +12,8 @@ import pytest
 import ray
 
 from rollway.stack.ray import cluster, keeper
-from rollway.stack.ray.keeper import Keeper, Witness
+from rollway.stack.ray.keeper import Keeper
+from rollway.stack.ray.witness import Witness
 from tests.unit.stack.ray.stand_in import Actor, StandIn
 from tests.waiting import wait_until_async
 
