@@ -217,10 +217,13 @@ def reap(known: Mapping[int, object]) -> None:
 def _list_mapped(pid: int) -> list[int]:
     """List inodes of mapped shared memory; a line is `range mode offset device inode path`."""
     try:
-        lines = (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
+        text = (_PROC / str(pid) / "maps").read_bytes()
     except OSError:
         return []
-    return [int(line.split(maxsplit=5)[4]) for line in lines if f"{SHM}/" in line]
+    mark = f"{SHM}/".encode()
+    if mark not in text:  # of most processes; an engine has thousands of lines
+        return []
+    return [int(line.split(maxsplit=5)[4]) for line in text.splitlines() if mark in line]
 
 
 def _list_open(pid: int) -> list[int]:
@@ -228,7 +231,7 @@ def _list_open(pid: int) -> list[int]:
     with contextlib.suppress(OSError), os.scandir(_PROC / str(pid) / "fd") as handles:
         for handle in handles:
             with contextlib.suppress(OSError):
-                if str(Path(handle.path).readlink()).startswith(f"{SHM}/"):
+                if os.readlink(handle.path).startswith(f"{SHM}/"):  # noqa: PTH115  (3 x faster)
                     inodes.append(handle.stat().st_ino)
     return inodes
 

@@ -24,6 +24,9 @@ from rollway.stack.run_dir import choose_run_dir, remove_run_dir, write_secret
 from rollway.stack.state import ProcessState, StackDir, StackState, get_stop_seconds, secret_file
 from rollway.weights.adapter import remove_abandoned
 
+_SCAN_SHARE = 4.0
+"""How much longer than a scan of the processes that stop is the pause after it."""
+
 
 class Children:
     """Runs a stack's processes, and records their states in the state file."""
@@ -202,14 +205,20 @@ class Children:
     def _wait_for_exits(self, seconds: float) -> set[str]:
         """Wait until all children have exited, then SIGKILL every member of the run that is left;
         return the names of their shared memory."""
-        deadline = time.monotonic() + seconds
+        began = next_scan = time.monotonic()
         memory: set[str] = set()
-        while time.monotonic() < deadline:
-            self.reap()
+        while time.monotonic() < began + seconds:
             if all(child.poll() is not None for child in self.running.values()):
                 break
-            memory |= processes.find_shared_memory(processes.find_members(self.state.run_id))
-            time.sleep(0.05)
+            if time.monotonic() >= next_scan:
+                scan_began = time.monotonic()
+                self.reap()
+                memory |= processes.find_shared_memory(processes.find_members(self.state.run_id))
+                # A scan reads files of all processes. The cores are for those that stop.
+                pause = _SCAN_SHARE * (time.monotonic() - scan_began)
+                next_scan = time.monotonic() + max(pause, 0.05)
+            time.sleep(0.02)
+        self.reap()
         for name, child in self.running.items():
             if child.poll() is None:
                 detail = f"it did not exit within {seconds:g} s of SIGTERM"

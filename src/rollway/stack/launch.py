@@ -57,12 +57,15 @@ def wait_until_ready(
     progress: Callable[[StackState], None] | None,
 ) -> StackState:
     stop_request = directory.get_stop_request(processes.this_process())
+    state, read = None, None
     while True:
         if stop_request.exists():
             raise _make_stopped_error(directory)
         # Before the state is read: a supervisor that exits in between has written its error.
         has_exited = supervisor.poll() is not None
-        state = directory.read()
+        # The supervisor replaces the file: a look at its identity is cheaper than its validation.
+        if (written := _identify(directory.state_file)) != read:
+            state, read = directory.read(), written
         if state is not None and state.supervisor_pid == supervisor.pid:
             if progress:
                 progress(state)
@@ -73,6 +76,15 @@ def wait_until_ready(
         if has_exited:
             raise _make_exit_error(directory, supervisor)
         time.sleep(_POLL_SECONDS)
+
+
+def _identify(file: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is replaced; None if there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _make_stopped_error(directory: StackDir) -> StartError:

@@ -16,16 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollway import private, processes
-from rollway.config import StackSpec
 from rollway.errors import RollwayError, StackNotRunning, StartError, StateUnreadable, UsageError
-from rollway.fleet.discovery import Worker
 from rollway.processes import ProcessId
 from rollway.stack.launch import make_name_error, spawn_supervisor, wait_until_ready
 from rollway.stack.locks import NamedLock, hold_machine_lock, sweep_abandoned
-from rollway.stack.ready import is_at
 from rollway.stack.run_dir import list_run_dirs, remove_run_dir
 from rollway.stack.state import (
     DETACH,
@@ -33,17 +30,24 @@ from rollway.stack.state import (
     StackState,
     WeightsFile,
     get_stop_seconds,
+    is_at,
     is_ray_part,
     list_stack_names,
     list_stacks,
     list_unreadable_stacks,
     read_secret,
 )
-from rollway.versions import VersionRecord
 from rollway.weights.adapter import remove_abandoned
+
+# A Keeper imports this module; half of what these would import is not needed there.
+if TYPE_CHECKING:
+    from rollway.config import StackSpec
+    from rollway.fleet.discovery import Worker
+    from rollway.versions import VersionRecord
 
 Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.1
+_END_POLL_SECONDS = 0.02
 _LONGEST_INTERRUPT_SECONDS = 120.0
 _SUPERVISOR_SECONDS = 15.0
 """What a supervisor may need beyond the stop time of its stack."""
@@ -199,12 +203,15 @@ def _wait_while(
 ) -> None:
     """Wait while a condition holds, and show how far the stop of the stack is."""
     deadline = time.monotonic() + seconds
+    next_report = 0.0
     while condition() and time.monotonic() < deadline:
-        with contextlib.suppress(StateUnreadable):
-            state = directory.read()
-            if progress is not None and state is not None and state.phase == "stopping":
-                progress(state)
-        time.sleep(_POLL_SECONDS)
+        if progress is not None and time.monotonic() >= next_report:
+            next_report = time.monotonic() + _POLL_SECONDS
+            with contextlib.suppress(StateUnreadable):
+                state = directory.read()
+                if state is not None and state.phase == "stopping":
+                    progress(state)
+        time.sleep(_END_POLL_SECONDS)
 
 
 def _clear_unreadable(directory: StackDir) -> None:

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
-from urllib.parse import urlsplit
 
-from rollway.config import is_loopback
 from rollway.errors import RequestFailed, RolloutError, RollwayError, StartError, Unreachable
 from rollway.fleet.discovery import RlListing, Worker, discover
 from rollway.fleet.dynamo_admin import DynamoAdmin
@@ -24,7 +21,7 @@ from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.stack import logs
 from rollway.stack.plan import ProcessPlan, StackPlan
-from rollway.stack.state import ProcessState
+from rollway.stack.state import is_at
 from rollway.versions import BASE_VERSION, taint_of
 
 Report = Callable[[ProcessPlan, str, str], None]
@@ -35,6 +32,9 @@ LOST_SECONDS = 15.0
 JOIN_SECONDS = 60.0
 UNSERVED_SECONDS = 60.0
 _POLL_SECONDS = 0.5
+_CONNECT_SECONDS = 0.1
+_LISTING_SECONDS = 3.0
+"""How often workers are listed before all of them answer."""
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 _UNTRUSTED_ANSWERS = 3
 _WARM_UPS = (Sampling(max_tokens=2, temperature=0.0), Sampling(max_tokens=2, temperature=1.0))
@@ -70,7 +70,7 @@ async def wait_until_connectable(port: int, host: str) -> None:
         try:
             _, writer = await asyncio.open_connection(host, port)
         except OSError:
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(_CONNECT_SECONDS)
             continue
         writer.close()
         return
@@ -152,14 +152,18 @@ class ServingCheck:
     ) -> dict[str, Worker]:
         registered: dict[str, Worker] = {}
         unlisted_since: dict[str, float] = {}
+        listed_at = time.monotonic()
         while len(registered) < len(workers):
             missing = [worker for worker in workers if worker.name not in registered]
             answers = await asyncio.gather(*map(self._has_admin_routes, missing))
             answering = [worker for worker, does in zip(missing, answers, strict=True) if does]
+            # A listing asks every worker of the stack, also those of other supervisors. So none is
+            # made without news, and few before the last worker answers.
+            if len(answering) < len(missing) and time.monotonic() - listed_at < _LISTING_SECONDS:
+                answering = []
             try:
-                # A listing asks every worker of the stack, also those of other supervisors, so it
-                # is made only when it can have news.
                 if answering or any(worker.engine == "mocker" for worker in missing):
+                    listed_at = time.monotonic()
                     others = used_ids | {entry.instance_id for entry in registered.values()}
                     registered |= await self._find_workers(missing, others)
             except RollwayError:
@@ -316,27 +320,6 @@ async def list_instances(http: Http, plan: StackPlan) -> set[int] | None:
         return {int(entry["instance_id"]) for entry in health["instances"]}
     except (RollwayError, KeyError, TypeError, ValueError):
         return None
-
-
-def is_at(admin_url: str, worker: ProcessPlan | ProcessState) -> bool:
-    """Whether a listed admin address is that of a worker of this stack.
-
-    The port alone is not enough: a worker of another machine may have the same. The host is
-    compared only if the spec gave an address; for loopback, all addresses or a name, Dynamo
-    chooses what it lists."""
-    listed, planned = urlsplit(admin_url), urlsplit(worker.admin_url or "")
-    if listed.port != worker.ports.get("system"):
-        return False
-    host = planned.hostname or ""
-    return is_loopback(host) or not _is_ip_address(host) or listed.hostname == host
-
-
-def _is_ip_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 async def _read_health(http: Http, plan: StackPlan) -> dict[str, Any]:

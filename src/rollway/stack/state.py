@@ -14,6 +14,7 @@ strictly (rollway.stack.run_dir): disk faults, older versions and editors change
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import re
@@ -22,16 +23,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
 from rollway import private
-from rollway.config import check_stack_name
+from rollway.config import check_stack_name, is_loopback
 from rollway.errors import RollwayError, StateUnreadable, UsageError
 from rollway.model_spec import slug
 from rollway.processes import ProcessId, boot_id
 from rollway.stack.run_dir import RUN_ID, SECRET_NAME, validate_state
+
+if TYPE_CHECKING:
+    from rollway.stack.plan import ProcessPlan
 
 DETACH = b"D"
 """What an owner writes to the lifeline when the stack is to outlive it."""
@@ -125,6 +130,27 @@ class StackState(msgspec.Struct):
             return True
         # Start times count from boot, so after a reboot they could match another process.
         return self.boot == boot_id() and self.supervisor.alive
+
+
+def is_at(admin_url: str, worker: ProcessPlan | ProcessState) -> bool:
+    """Whether a listed admin address is that of a worker of this stack.
+
+    The port alone is not enough: a worker of another machine may have the same. The host is
+    compared only if the spec gave an address; for loopback, all addresses or a name, Dynamo
+    chooses what it lists."""
+    listed, planned = urlsplit(admin_url), urlsplit(worker.admin_url or "")
+    if listed.port != worker.ports.get("system"):
+        return False
+    host = planned.hostname or ""
+    return is_loopback(host) or not _is_ip_address(host) or listed.hostname == host
+
+
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def get_stop_seconds(state: StackState) -> float:

@@ -13,8 +13,7 @@ from rollway.errors import SpecError, StartError
 from rollway.stack import plan, preset
 from rollway.stack.locks import Lease
 from rollway.stack.plan import StackPlan, make_flags, plan_stack
-from rollway.stack.ready import is_at
-from rollway.stack.state import ProcessState
+from rollway.stack.state import ProcessState, is_at
 
 
 @pytest.fixture

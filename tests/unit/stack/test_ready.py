@@ -152,11 +152,14 @@ class Starting:
         yield self
 
 
+@pytest.mark.parametrize(("seconds", "listings"), [(3.0, 1), (0.0, 2)])
 async def test_workers_are_listed_only_when_one_that_is_missing_answers(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, seconds: float, listings: int
 ) -> None:
-    """A listing asks all workers of a stack, and several supervisors may wait for theirs."""
+    """A listing asks all workers of a stack, and several supervisors may wait for theirs. So it
+    waits for the last worker, but not for long."""
     monkeypatch.setattr(ready, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(ready, "_LISTING_SECONDS", seconds)
     frontend = Starting(questions=50)
     workers = [
         ProcessPlan(
@@ -174,4 +177,4 @@ async def test_workers_are_listed_only_when_one_that_is_missing_answers(
     ids = await check.wait(workers, set(), on_lost=lambda _: pytest.fail("it is not lost"))
     assert ids == {"m-1": 20001, "m-2": 20002}
     assert frontend.labels == {"127.0.0.1:20001": 0, "127.0.0.1:20002": 0}
-    assert frontend.listings == 2
+    assert frontend.listings == listings

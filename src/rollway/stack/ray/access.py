@@ -17,8 +17,8 @@ from rollway.errors import RollwayError, StackNotRunning
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
 from rollway.stack.ray import cluster
-from rollway.stack.ready import is_at
-from rollway.stack.state import StackState
+from rollway.stack.ray.witness import create_witness
+from rollway.stack.state import StackState, is_at
 
 _STATE_SECONDS = 1.0
 _UNAVAILABLE_SECONDS = 60.0
@@ -190,19 +190,6 @@ def _get_job() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_job_id()) if ray.is_initialized() else ""
-
-
-def create_witness() -> Any:
-    """Create the actor that dies with this process."""
-    import ray
-
-    from rollway.stack.ray.keeper import Witness
-
-    # On this node: the loss of another one must not look like the death of this process. A soft
-    # node affinity is not enough: a raylet that does not know this node yet runs the actor itself.
-    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-    options = ray.remote(Witness).options(num_cpus=0, max_concurrency=1000, label_selector=here)
-    return options.remote()
 
 
 def make_gone_error(name: str, error: Exception) -> StackNotRunning:

@@ -19,7 +19,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -300,9 +301,8 @@ def create_group(name: str, bundles: Sequence[tuple[str, Mapping[str, float]]]) 
     )
 
 
-def remove_groups(names: Sequence[str]) -> None:
-    """Remove placement groups by their exact names; return when Ray shows their resources as
-    free."""
+def remove_groups(names: Collection[str]) -> list[str]:
+    """Remove placement groups by their exact names; return their ids."""
     from ray import PlacementGroupID
     from ray.util.placement_group import (
         PlacementGroup,
@@ -312,21 +312,29 @@ def remove_groups(names: Sequence[str]) -> None:
 
     # From the table: a lookup by name sees only the groups of this process's namespace, and each
     # would be a call of its own.
-    removed = {
-        identity
-        for identity, entry in (placement_group_table() if names else {}).items()
-        if entry["name"] in names and entry["state"] != "REMOVED"
-    }
-    for identity in removed:
-        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(identity))))
-    # Ray forgets a group at once, but each node reports what it has freed up to 0.1 s later. A
-    # stack that is started again before that would be refused for want of GPUs.
+    wanted = set(names)
+    removed = [
+        PlacementGroup(PlacementGroupID(bytes.fromhex(identity)))
+        for identity, entry in (placement_group_table() if wanted else {}).items()
+        if entry["name"] in wanted and entry["state"] != "REMOVED"
+    ]
+    # Each removal waits for an answer of the GCS.
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        list(pool.map(remove_placement_group, removed))
+    return [group.id.hex() for group in removed]
+
+
+def wait_until_free(groups: Collection[str]) -> None:
+    """Wait until Ray shows the resources of removed groups as free.
+
+    Ray forgets a group at once, but each node reports what it has freed up to 0.1 s later. A stack
+    that is started again before that would be refused for want of GPUs."""
     deadline = time.monotonic() + _REPORT_SECONDS
-    while removed and _are_held(removed) and time.monotonic() < deadline:
+    while groups and _are_held(groups) and time.monotonic() < deadline:
         time.sleep(_REPORT_POLL_SECONDS)
 
 
-def _are_held(groups: set[str]) -> bool:
+def _are_held(groups: Collection[str]) -> bool:
     """Whether a node still reports resources of these groups, such as `GPU_group_0_<group>`."""
     from ray._private.state import available_resources_per_node
 
@@ -371,5 +379,5 @@ def clear_leftovers() -> list[str]:
         except ray.exceptions.GetTimeoutError:
             return []  # which groups are this Head's is unknown, so none is touched
     left = [name for name, run_id in groups.items() if run_id not in living]
-    remove_groups(left)
+    wait_until_free(remove_groups(left))
     return left

@@ -17,19 +17,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
-from rollway.fleet.discovery import Worker
 from rollway.stack.ray import cluster
 from rollway.stack.ray.healing import Events, Healing
 from rollway.stack.ray.ledger import Ledger
 from rollway.stack.ray.parts import SERVICES, Parts
 from rollway.stack.ray.placement import Placement
 from rollway.stack.state import StackState
+
+if TYPE_CHECKING:
+    from rollway.fleet.discovery import Worker
 
 _LAST_CALL_SECONDS = 3.0
 
@@ -57,6 +59,7 @@ class Head:
         self._phase = "starting"
         self._error: dict[str, Any] | None = None
         self._secret = ""
+        self._freed: list[str] = []
         self._stopping, self._over, self._ready = (asyncio.Event() for _ in range(3))
         self._events = Events()
         self._healing = Healing(
@@ -146,7 +149,7 @@ class Head:
         await asyncio.gather(*stops, return_exceptions=True)
         for keeper in keepers:
             ray.kill(keeper)
-        await asyncio.to_thread(cluster.remove_groups, list(record.groups))
+        self._freed = await asyncio.to_thread(cluster.remove_groups, list(record.groups))
 
     # --- what drivers ask ------------------------------------------------------------------------
 
@@ -171,11 +174,12 @@ class Head:
         """Outlive the owner."""
         self._witness = None
 
-    async def stop(self) -> None:
-        """Take the run down; return when nothing is left of it."""
+    async def stop(self) -> list[str]:
+        """Take the run down; return the ids of its groups when nothing is left of it."""
         self._events.note("stop")
         self._stopping.set()
         await self._over.wait()
+        return self._freed
 
     async def read_state(self) -> bytes:
         """Return the state of the whole stack."""

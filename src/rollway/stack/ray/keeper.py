@@ -1,4 +1,4 @@
-"""The actor that runs a node's part of a stack, and the one that stands for a process.
+"""The actor that runs a node's part of a stack.
 
     Head ── start, stop, read ──► Keeper ── spawns ──► supervisor ── runs ──► engines of this node
       ▲                             │
@@ -16,36 +16,31 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
-from rollway.fleet.discovery import Worker
 from rollway.private import is_plain_name
 from rollway.stack import local, logs, preset
 from rollway.stack.locks import Lease
 from rollway.stack.ray import cluster
-from rollway.stack.ray.node_check import Problem, find_problem
+from rollway.stack.ray.node_check import find_problem
 from rollway.stack.state import StackDir, StackState, is_ray_part, list_stacks, read_secret
+
+if TYPE_CHECKING:
+    from rollway.fleet.discovery import Worker
 
 POLL_SECONDS = 0.1
 _END_SECONDS = 60.0
 _MAX_FOLLOWERS = 64
 
 
-class Witness:
-    """Lives as long as the process that created it; others wait for its end."""
-
-    async def wait(self) -> None:
-        await asyncio.Event().wait()
-
-
 class Keeper:
     """Runs the stacks of one run on one node."""
 
-    def __init__(self, run_id: str, name: str, head: Any) -> None:
+    def __init__(self, run_id: str, name: str, head: Any, groups: dict[str, bool]) -> None:
         import ray
 
         self._run_id = run_id
@@ -55,7 +50,7 @@ class Keeper:
         """The stacks that were started here, also those that still start."""
         self._starts: set[asyncio.Task[local.RunningStack]] = set()
         self._running: dict[str, local.RunningStack] = {}
-        self._groups: dict[str, bool] = {}
+        self._groups = groups
         """Groups with a bundle on this node; whether other nodes have bundles of it, too."""
         self._ports = Lease()
         self._followers: dict[tuple[str, str], logs.Follower] = {}
@@ -74,14 +69,12 @@ class Keeper:
         await asyncio.to_thread(self._remove_groups)
         ray.kill(self._me)
 
-    async def examine(self) -> dict[str, Any]:
-        """Clear what dead runs left on this node; return its GPUs and the pid of this actor."""
+    async def examine(self, needs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Clear what dead runs left on this node; return its GPUs, the pid of this actor, and what
+        of the `needs` of a stack the node does not have."""
         await asyncio.to_thread(_clear_dead_parts)
-        return {"gpus": preset.list_gpus(), "pid": os.getpid()}
-
-    async def find_problem(self, needs: dict[str, Any]) -> Problem | None:
-        """Return what a stack needs and this node does not have."""
-        return await asyncio.to_thread(find_problem, needs)
+        problem = None if needs is None else await asyncio.to_thread(find_problem, needs)
+        return {"gpus": preset.list_gpus(), "pid": os.getpid(), "problem": problem}
 
     async def add_groups(self, groups: dict[str, bool]) -> None:
         """Note groups with a bundle on this node, and whether other nodes have bundles of them,

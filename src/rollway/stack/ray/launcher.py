@@ -28,9 +28,10 @@ from rollway.errors import (
 )
 from rollway.stack import local
 from rollway.stack.ray import cluster
-from rollway.stack.ray.access import RayAccess, create_witness, make_gone_error
+from rollway.stack.ray.access import RayAccess, make_gone_error
 from rollway.stack.ray.node_check import check_runtime_envs, get_python, make_import_error
 from rollway.stack.ray.placement import NodeInfo, Placement, check_ranks, plan_placement
+from rollway.stack.ray.witness import create_witness
 from rollway.stack.state import StackState
 
 Progress = Callable[[StackState], None]
@@ -185,6 +186,8 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
                 raise unable or make_gone_error(access.name, gone) from None
             if error is not None:
                 raise restore_error(error)
+        if progress is None and not done:
+            continue  # a look would cost every node CPU time, which its engines need now
         try:
             if done or state is None or time.monotonic() - read_at > _STATE_SECONDS:
                 state, read_at = access.read_state(), time.monotonic()
@@ -288,6 +291,7 @@ def follow_log(stack: RayStack, process: str, lines: int) -> Iterator[str]:
 def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> None:
     import ray
 
+    freed: list[str] = []
     try:
         head = access.head
         stopped = head.stop.remote()
@@ -295,7 +299,7 @@ def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> 
         while time.monotonic() < deadline:
             done, _ = ray.wait([stopped], timeout=_POLL_SECONDS)
             if done:
-                ray.get(stopped)
+                freed = ray.get(stopped)
                 break
             if progress is not None:
                 progress(access.read_state())
@@ -303,8 +307,9 @@ def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> 
         # It has ended by itself, after it had cleared up, or with its node and all Keepers.
         cluster.clear_leftovers()
         return
-    # Its work is done; its name is to be free when this returns.
+    # Its work is done; its name and the resources are to be free when this returns.
     _kill(head)
+    cluster.wait_until_free(freed)
     deadline = time.monotonic() + _POLL_SECONDS * 30
     while cluster.is_alive(head) and time.monotonic() < deadline:
         time.sleep(0.02)

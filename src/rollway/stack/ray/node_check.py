@@ -6,6 +6,7 @@ of CPU time each, and gives none of them to the Keeper."""
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -78,7 +79,7 @@ def find_problem(needs: dict[str, Any]) -> Problem | None:
     python = needs["python"] or sys.executable
     if not os.access(python, os.X_OK):
         return f"there is no interpreter {python}.", "Set `python` to one that all nodes have."
-    if subprocess.run([python, "-c", _HAS_DYNAMO], check=False).returncode:
+    if not _has_dynamo(python):
         return (
             f"Dynamo is not installed in the Python that runs the workers, {python}.",
             "Install it there with `pip install 'rollway[vllm]'`, or set `python`.",
@@ -96,6 +97,12 @@ def find_problem(needs: dict[str, Any]) -> Problem | None:
                 f"Install it there with `pip install {_PACKAGES[program]}`, or name a running one.",
             )
     return None
+
+
+def _has_dynamo(python: str) -> bool:
+    if python == sys.executable:
+        return importlib.util.find_spec("dynamo") is not None
+    return subprocess.run([python, "-c", _HAS_DYNAMO], check=False).returncode == 0
 
 
 def make_import_error(error: Exception, node: str) -> StartError | None:

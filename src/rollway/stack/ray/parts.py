@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,10 +84,24 @@ class Parts:
         nodes = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
         self._is_spread = len(self.addresses) > 1
         began = time.monotonic()
-        await asyncio.gather(*(self.create_keeper(node) for node in sorted(nodes)))
-        self.steps["keepers"] = time.monotonic() - began
-        await asyncio.gather(*(self._check_node(n, placement.services, nodes) for n in nodes))
-        await self.reserve(placement.replicas, services=placement.services)
+        bundles = self._record_groups(placement.replicas, placement.services)
+        needs = {
+            node: list_needs(
+                self.spec, runs_services=node == placement.services, is_spread=len(nodes) > 1
+            )
+            for node in sorted(nodes)
+        }
+        # Ray has registered the Keepers, which know their groups, before it hears of the groups.
+        # Their processes start while Ray reserves.
+        keepers = {node: self._create_keeper(node) for node in needs}
+        groups = asyncio.ensure_future(self._create_groups(bundles))
+        try:
+            checks = (self._examine(n, keepers[n], need) for n, need in needs.items())
+            await asyncio.gather(*checks)
+            self.steps["keepers"] = time.monotonic() - began
+            await self._read_gpus(placement.replicas, await groups)
+        finally:
+            groups.cancel()
         self.steps["groups"] = time.monotonic() - began
         parts = self._divide(placement.replicas, services=placement.services)
         is_on_one_node = len(nodes) == 1
@@ -134,7 +148,8 @@ class Parts:
                 calls = [keeper.stop_part.remote(part.name)]
                 await asyncio.gather(*calls, return_exceptions=True)  # the node may be lost
         names = [self.name_group(place) for place in replicas]
-        await asyncio.to_thread(cluster.remove_groups, names)
+        freed = await asyncio.to_thread(cluster.remove_groups, names)
+        await asyncio.to_thread(cluster.wait_until_free, freed)
         for name in names:
             self.record.groups.pop(name, None)
 
@@ -159,14 +174,6 @@ class Parts:
     def read_addresses(self) -> None:
         self.addresses = {node.id: node.address for node in cluster.read_nodes()}
 
-    async def _check_node(self, node: str, services: str, nodes: Collection[str]) -> None:
-        """Raise StartError unless a node has what the stack needs there."""
-        needs = list_needs(self.spec, runs_services=node == services, is_spread=len(nodes) > 1)
-        problem = await self.record.keepers[node].find_problem.remote(needs)
-        if problem is not None:
-            message, hint = problem
-            raise StartError(f"Node {self._name_node(node)}: {message}", hint)
-
     def _name_node(self, node: str) -> str:
         return f"{self.addresses.get(node, '?')} ({node[:8]})"
 
@@ -174,6 +181,9 @@ class Parts:
 
     async def create_keeper(self, node: str) -> None:
         """Create the Keeper of a node, and learn what it finds there."""
+        await self._examine(node, self._create_keeper(node), None)
+
+    def _create_keeper(self, node: str) -> Any:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -188,10 +198,16 @@ class Parts:
             runtime_env={"env_vars": cluster.ACTOR_ENV},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        keeper = self.record.keepers[node] = options.remote(self.run_id, name, self._head)
+        groups = self._list_groups(node)  # also those of a Keeper that died here
+        keeper = self.record.keepers[node] = options.remote(self.run_id, name, self._head, groups)
+        return keeper
+
+    async def _examine(self, node: str, keeper: Any, needs: dict[str, Any] | None) -> None:
+        """Learn what a new Keeper finds; raise StartError if its node lacks what is needed."""
+        import ray
+
         try:
-            await keeper.add_groups.remote(self._list_groups(node))  # of a Keeper that died here
-            facts = await keeper.examine.remote()
+            facts = await keeper.examine.remote(needs)
         except ray.exceptions.RayError as error:  # it has gone, or is too new for Ray to use it
             if self.record.keepers.get(node) is keeper:
                 del self.record.keepers[node]
@@ -200,11 +216,25 @@ class Parts:
                 raise cause from None
             raise
         self._has_gpus[node] = bool(facts["gpus"])
+        if facts["problem"] is not None:
+            message, hint = facts["problem"]
+            raise StartError(f"Node {self._name_node(node)}: {message}", hint)
 
     # --- groups ----------------------------------------------------------------------------------
 
-    async def reserve(self, replicas: Sequence[ReplicaPlace], services: str | None = None) -> None:
+    async def reserve(self, replicas: Sequence[ReplicaPlace]) -> None:
         """Have Ray hold the resources of these replicas, and read which GPUs it chose."""
+        bundles = self._record_groups(replicas)
+        nodes = {node for ranks in bundles.values() for node, _ in ranks}
+        await asyncio.gather(
+            *(_await(self.record.keepers[n].add_groups.remote(self._list_groups(n))) for n in nodes)
+        )
+        await self._read_gpus(replicas, await self._create_groups(bundles))
+
+    def _record_groups(
+        self, replicas: Sequence[ReplicaPlace], services: str | None = None
+    ) -> dict[str, list[tuple[str, dict[str, float]]]]:
+        """Record the groups of these replicas; return the node and resources of their bundles."""
         wanted: dict[str, list[tuple[str, dict[str, float]]]] = {}
         if services is not None:
             wanted[cluster.get_part_name(self.run_id, "services")] = [
@@ -223,16 +253,24 @@ class Parts:
         # Unless the spec reserves nothing.
         bundles = {name: ranks for name, ranks in bundles.items() if all(r for _, r in ranks)}
         self.record.groups |= {name: {n for n, _ in ranks} for name, ranks in bundles.items()}
-        nodes = {node for ranks in bundles.values() for node, _ in ranks}
-        await asyncio.gather(
-            *(_await(self.record.keepers[n].add_groups.remote(self._list_groups(n))) for n in nodes)
-        )
+        return bundles
+
+    async def _create_groups(
+        self, bundles: Mapping[str, list[tuple[str, dict[str, float]]]]
+    ) -> dict[str, Any]:
+        """Create groups; return them when Ray has reserved their resources."""
         groups: dict[str, Any] = await self._call(_create_groups, bundles)
-        await asyncio.gather(*(self._wait_for_group(n, g) for n, g in groups.items()))
-        await asyncio.gather(
-            *(self._read_gpus(place, groups[self.name_group(place)]) for place in replicas
-              if self.name_group(place) in groups)
-        )  # fmt: skip
+        deadline = time.monotonic() + GROUP_SECONDS
+        for name, group in groups.items():
+            # For a second only: a thread that waits cannot be cancelled, and a stop needs threads.
+            while not await asyncio.to_thread(group.wait, 1):
+                if time.monotonic() > deadline:
+                    raise StartError(
+                        f"Ray has not reserved the resources of {name.rpartition('/')[2]} after "
+                        f"{GROUP_SECONDS:g} s; others may have taken them meanwhile.",
+                        "See `ray status`, then start the stack again.",
+                    )
+        return groups
 
     def _list_groups(self, node: str) -> dict[str, bool]:
         """Return the groups with a bundle on a node; whether other nodes have bundles, too."""
@@ -243,16 +281,14 @@ class Parts:
         parts = (slug(place.model), place.role, str(place.replica))
         return cluster.get_part_name(self.run_id, "-".join(part for part in parts if part))
 
-    async def _wait_for_group(self, name: str, group: Any) -> None:
-        if not await asyncio.to_thread(group.wait, GROUP_SECONDS):
-            raise StartError(
-                f"Ray has not reserved the resources of {name.rpartition('/')[2]} after "
-                f"{GROUP_SECONDS:g} s; others may have taken them meanwhile.",
-                "See `ray status`, then start the stack again.",
-            )
-
-    async def _read_gpus(self, place: ReplicaPlace, group: Any) -> None:
+    async def _read_gpus(self, replicas: Sequence[ReplicaPlace], groups: Mapping[str, Any]) -> None:
         """Read which GPUs Ray assigned to each bundle; none on nodes where Ray only counts them."""
+        await asyncio.gather(
+            *(self._read_gpus_of(place, groups[self.name_group(place)]) for place in replicas
+              if self.name_group(place) in groups)
+        )  # fmt: skip
+
+    async def _read_gpus_of(self, place: ReplicaPlace, group: Any) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -16,8 +16,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from rollway.config import load_spec
 from rollway.errors import StartError
 from rollway.stack.ray import cluster, head, healing, parts
-from rollway.stack.ray.keeper import Witness
 from rollway.stack.ray.placement import NodeInfo, plan_placement
+from rollway.stack.ray.witness import Witness
 from tests.waiting import wait_until_async
 
 JOIN = {
@@ -106,6 +106,7 @@ class StandIn:
         monkeypatch.setattr(ray, "kill", lambda actor: self.kill(actor))
         monkeypatch.setattr(cluster, "create_group", self._create_group)
         monkeypatch.setattr(cluster, "remove_groups", self._remove_groups)
+        monkeypatch.setattr(cluster, "wait_until_free", lambda groups: None)
         monkeypatch.setattr(cluster, "read_nodes", self.read_nodes)
         monkeypatch.setattr(head, "_LAST_CALL_SECONDS", 0.0)
         monkeypatch.setattr(healing, "RETRY_SECONDS", 0.01)
@@ -121,7 +122,7 @@ class StandIn:
 
             def create(*arguments: Any) -> Actor:
                 self.step(f"keeper on node {node[0]}")
-                actor = Actor(self, named["name"], FakeKeeper, self, node)
+                actor = Actor(self, named["name"], FakeKeeper, self, node, arguments[3])
                 if node in self.unknown:
                     actor.die()
                 self.actors.append(actor)
@@ -144,12 +145,13 @@ class StandIn:
         self.groups[name] = [node for node, held in bundles if "GPU" in held]
         return SimpleNamespace(wait=lambda seconds: True)
 
-    def _remove_groups(self, names: Any) -> None:
+    def _remove_groups(self, names: Any) -> list[str]:
         for name in names:
             assert not any(name in keeper.object.groups for keeper in self.running.values()), (
                 "a group is freed while its engines run"
             )
             self.groups.pop(name, None)
+        return []
 
     def kill(self, actor: Actor) -> None:
         """Kill an actor; the supervisors of a Keeper notice it and stop."""
@@ -201,21 +203,18 @@ class Run:
 class FakeKeeper:
     """Notes what it would start."""
 
-    def __init__(self, ray_: StandIn, node: str) -> None:
+    def __init__(self, ray_: StandIn, node: str, groups: dict[str, bool]) -> None:
         self.node = node
-        self.groups: set[str] = set()
+        self.groups = set(groups)
         self._ray = ray_
         self._handle = ray_.current
         self._stacks: dict[str, asyncio.Event] = {}
         self.failure = ""
 
-    async def examine(self) -> dict[str, Any]:
+    async def examine(self, needs: dict[str, Any] | None = None) -> dict[str, Any]:
         if self.node not in self._ray.nodes:
             await asyncio.Event().wait()
-        return {"gpus": []}
-
-    async def find_problem(self, needs: dict[str, Any]) -> None:
-        return None
+        return {"gpus": [], "problem": None}
 
     async def add_groups(self, groups: dict[str, bool]) -> None:
         self.groups |= groups.keys()

@@ -12,7 +12,8 @@ import pytest
 import ray
 
 from rollway.stack.ray import cluster, keeper
-from rollway.stack.ray.keeper import Keeper, Witness
+from rollway.stack.ray.keeper import Keeper
+from rollway.stack.ray.witness import Witness
 from tests.unit.stack.ray.stand_in import Actor, StandIn
 from tests.waiting import wait_until_async
 
@@ -47,7 +48,7 @@ class Head(Witness):
 
 def create(stand_in: StandIn) -> tuple[Actor, Actor]:
     head = Actor(stand_in, "head", Head)
-    return head, Actor(stand_in, "keeper", Keeper, RUN, f"rollway/{RUN}/node-0", head)
+    return head, Actor(stand_in, "keeper", Keeper, RUN, f"rollway/{RUN}/node-0", head, {})
 
 
 async def test_a_keeper_without_its_head_stops_first_and_then_frees_its_groups(
