@@ -8,6 +8,7 @@ An output has the prompt before the sampled tokens; its log-probs are 0 on the p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

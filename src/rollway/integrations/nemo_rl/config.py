@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from rollway.config import StackSpec
 from rollway.errors import SpecError, UsageError
@@ -160,7 +160,7 @@ class DynamoCfg(SpecPart):
 class GenerationConfig(SpecPart):
     """`policy.generation` as a whole: what Rollway reads of it, and everything else as it is."""
 
-    model_config = {"extra": "allow"}
+    model_config = ConfigDict(extra="allow")
 
     backend: Literal["dynamo"]
     dynamo_cfg: DynamoCfg
