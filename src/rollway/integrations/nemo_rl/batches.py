@@ -56,9 +56,8 @@ def read_prompts(data: Mapping[str, Any], vocabulary: int | None = None) -> list
                 "Set input_lengths to the tokens of each row without its padding.",
             )
         ids = row[:length].tolist()
-        wrong = next(
-            (i for i in ids if i < 0 or (vocabulary is not None and i >= vocabulary)), None
-        )
+        limit = math.inf if vocabulary is None else vocabulary
+        wrong = next((token for token in ids if not 0 <= token < limit), None)
         if wrong is not None:
             raise UsageError(
                 f"A prompt has the token id {wrong}, which the model's vocabulary does not have.",

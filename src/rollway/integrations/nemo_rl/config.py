@@ -28,6 +28,8 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 Method = Literal["auto", "shm", "cuda_ipc", "files", "delta", "collective", "nixl"]
 """The transports of weights; `mx` is another name of `nixl`."""
 
+Endpoint = Literal["chat", "completions"]
+
 _ENGINE_OPTIONS = {
     "gpu_memory_utilization": "gpu-memory-utilization",
     "max_model_len": "max-model-len",
@@ -49,9 +51,7 @@ class WorkerArgs(SpecPart):
     structural_tag_scope: Literal["auto", "always"] = "auto"
     structural_tag_schema: Literal["auto", "strict"] = "auto"
     custom_jinja_template: str | None = None
-    endpoint_types: list[Literal["chat", "completions"]] = Field(
-        default_factory=lambda: ["chat", "completions"], min_length=1
-    )
+    endpoint_types: list[Endpoint] = Field(default=["chat", "completions"], min_length=1)
     extra_cli_args: list[str] = Field(default_factory=list)
 
 
