@@ -87,6 +87,9 @@ class WeightSync(SpecPart):
     """`cluster.weight_sync`: how weights travel from the trainer to the engines."""
 
     method: Method = "auto"
+    shards: bool = False
+    """Publish what each rank holds, without gathering; the policy's workers need `ShardPublishing`
+    (docs/nemo-rl.md), and the method is shm or nixl."""
     directory: str | None = None
     """For `files` and `delta`: a directory that the trainer and all engines see."""
     bucket_bytes: int | None = Field(default=None, gt=0)

@@ -48,7 +48,7 @@ class Generation:
         """Open the stack. `cluster` is not used: the engines are not NeMo-RL's."""
         parsed = parse_generation(config)
         self.cfg: dict[str, Any] = parsed.model_dump()
-        self._dynamo = parsed.dynamo_cfg
+        self.dynamo_cfg = parsed.dynamo_cfg
         self._lock = threading.Lock()
         self.weight_synchronizer: Any = None
         self.dp_openai_server_base_urls: list[str | None] = []
@@ -84,7 +84,7 @@ class Generation:
             if self._connection is None:
                 if self._is_owner:
                     raise UsageError("This Generation was shut down.", "Create another one.")
-                self._connection = Connection.reach(self._address, self._dynamo)
+                self._connection = Connection.reach(self._address, self.dynamo_cfg)
             return self._connection
 
     # --- rollouts ------------------------------------------------------------------------------
@@ -214,6 +214,11 @@ class Generation:
         if self._sampler is not None:
             self._sampler.clear()
 
+    def note_refit(self, figures: Mapping[str, float]) -> None:
+        """Keep the figures of the last refit for the logger."""
+        if self._sampler is not None:
+            self._sampler.note_refit(figures)
+
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int
     ) -> list[Any]:
@@ -247,7 +252,7 @@ class Generation:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.cfg = state["cfg"]
-        self._dynamo = parse_generation(self.cfg).dynamo_cfg
+        self.dynamo_cfg = parse_generation(self.cfg).dynamo_cfg
         self.dp_openai_server_base_urls = state["urls"]
         self._address = state["address"]
         self._lock = threading.Lock()
