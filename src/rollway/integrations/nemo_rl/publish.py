@@ -65,7 +65,7 @@ class RankPublisher:
         """Open this rank's publisher, and return the address of its catalog, where other ranks
         announce their shards; "" for a transport without one."""
         publisher: Any = self._open(is_shard=True)
-        return str(publisher.catalog.where()["url"]) if publisher.transport == "nixl" else ""
+        return str(publisher.catalog.where()["catalog"]) if publisher.transport == "nixl" else ""
 
     def use_catalog(self, url: str) -> None:
         """Announce shards at another rank's catalog, from the first version on."""
