@@ -13,7 +13,7 @@ from xdist.scheduler import LoadFileScheduling
 PROCESSES = {"bad_input", "chaos", "chaos_gateway", "lifecycle", "light_stack"}
 """Of tests/stack: those that start and kill stacks of their own."""
 ALONE = {
-    "bench_gpu_engine", "bench_router", "demo", "disaggregated_shapes", "join",
+    "bench_gpu_engine", "bench_router", "demo", "disaggregated_shapes", "join", "nemo_rl",
     "prime_rl", "prime_rl_contract", "prime_rl_faults", "prime_rl_fleets", "prime_rl_groups",
     "prime_rl_inference", "prime_rl_june", "ranks_over_machines",
 }  # fmt: skip

@@ -33,6 +33,7 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
+from rollway.fleet.discovery import Source
 from rollway.http import ONCE, Http
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
@@ -134,6 +135,8 @@ def attach(
     rl_url: str | None = None,
     watch: bool = True,
     timeouts: AdminTimeouts | None = None,
+    listing: Source | None = None,
+    secret: str | None = None,
 ) -> Opening:
     """Use a running stack; leaving the block does not stop it.
 
@@ -144,6 +147,10 @@ def attach(
         rl_url: the address of the RL worker listing, if it is not the frontend's host, port 8001.
         watch: notice workers that join meanwhile, and bring them up to date.
         timeouts: limits of calls to the workers; by default those of the stack's spec.
+        listing: where the workers of a stack at an address are listed, for deployments without
+            the RL worker listing: a `rollway.fleet.discovery.HealthListing`, for example.
+        secret: what orders to the workers and offers of weights are signed with, for a stack at an
+            address; by default $ROLLWAY_WEIGHTS_SECRET.
 
     Returns:
         A context manager: `with` gives a `rollway.Stack`, `async with` a `rollway.aio.Stack`.
@@ -160,7 +167,7 @@ def attach(
     if "://" not in target and (stack := _find_on_ray(target)) is not None:
         return Opening(partial(_attach_on_ray, stack, watch, timeouts))
     addresses = _find_addresses(target, rl_url)
-    return Opening(partial(_attach, *addresses, watch, timeouts))
+    return Opening(partial(_attach, *addresses, watch, timeouts, listing, secret))
 
 
 def make_spec(
@@ -304,6 +311,8 @@ async def _attach(
     name: str,
     watch: bool,
     timeouts: AdminTimeouts | None,
+    listing: Source | None,
+    secret: str | None,
     cleanup: AsyncExitStack,
 ) -> Stack:
     http = await cleanup.enter_async_context(Http())
@@ -316,7 +325,17 @@ async def _attach(
             f"The frontend at {frontend} serves no model yet.",
             "Wait for its workers to register, then attach again.",
         )
-    stack = Stack(http, frontend, rl_url, models, name, timeouts=timeouts, plain_vllm=plain_vllm)
+    stack = Stack(
+        http,
+        frontend,
+        rl_url,
+        models,
+        name,
+        timeouts=timeouts,
+        plain_vllm=plain_vllm,
+        listing=listing,
+        secret=secret,
+    )
     cleanup.push_async_callback(stack.unwatch)
     await stack.learn(watch=watch)
     return stack

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from rollway.config import AdminTimeouts
 from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
 from rollway.fleet.canary import Answer, make_canary
-from rollway.fleet.discovery import RlListing, StaticList, Worker
+from rollway.fleet.discovery import RlListing, Source, StaticList, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.updates import Weights
@@ -53,6 +53,8 @@ class Stack:
         timeouts: AdminTimeouts | None = None,
         plain_vllm: bool = False,
         access: StackAccess | None = None,
+        listing: Source | None = None,
+        secret: str | None = None,
     ) -> None:
         self.name = name
         self._access = access or (LocalAccess(name) if name else None)
@@ -63,6 +65,8 @@ class Stack:
         self._http = http
         self._timeouts = timeouts
         self._plain_vllm = plain_vllm
+        self._listing = listing or RlListing(rl_url, frontend_url)
+        self._secret = secret
         self._fleets = {model: self._make_fleet(model) for model in models}
         self._watchers: list[asyncio.Task[None]] = []
         self._publishers: WeakKeyDictionary[Publisher, str] = WeakKeyDictionary()
@@ -77,10 +81,16 @@ class Stack:
                 admin=VllmAdmin(self._http, self._timeouts),
             )
         canary = make_canary(self._http, self.frontend_url, model)
-        source = RlListing(self.rl_url, self.frontend_url)
-        access, state = self._access, self.read_state()
+        source, access, state = self._listing, self._access, self.read_state()
         if access is None or state is None:
-            return Fleet(self._http, source, model=model, canary=canary, timeouts=self._timeouts)
+            return Fleet(
+                self._http,
+                source,
+                model=model,
+                canary=canary,
+                timeouts=self._timeouts,
+                secret=self._secret,
+            )
         fleet = Fleet(
             self._http,
             source,
@@ -106,7 +116,7 @@ class Stack:
     def weights_secret(self) -> str:
         """The secret that offers of weights are signed with."""
         if self._access is None or self.read_state() is None:
-            return read_stack_secret()
+            return read_stack_secret() if self._secret is None else self._secret
         return self._access.read_secret()
 
     def find_checkpoint(self, model: str | None) -> str | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ LISTING_SECONDS = 15.0
 INSTANCES_SECONDS = 2.0
 PROBE_SECONDS = 2.0
 DEFAULT_SYSTEM_PORT = 9090
+_WORKER_HASH = re.compile(r"-[0-9a-f]{8}$")
+"""What Dynamo's operator appends to the namespace of a deployment's workers."""
 NEEDED_ROUTES = frozenset({"pause_generation", "resume_generation"})
 
 
@@ -68,10 +71,17 @@ class HealthListing:
     """The instances in the frontend's `GET /health`; for stacks without the RL listing."""
 
     url: str
-    namespace: str = ""
-    """Only workers of this namespace, or of a namespace that starts with it and a dash, because
-    deployments add a suffix. Empty means all workers."""
+    namespace: str | tuple[str, ...] = ""
+    """Only workers of this namespace, or of several. Deployments add a dash and eight hex digits to
+    the namespace of their workers, which counts as the same. Empty means all workers."""
     system_port: int = DEFAULT_SYSTEM_PORT
+
+    def covers(self, namespace: str) -> bool:
+        """Return whether workers of a namespace belong to this listing. A longer name is another
+        deployment's: `rl-2` is not `rl`."""
+        names = (self.namespace,) if isinstance(self.namespace, str) else self.namespace
+        base = _WORKER_HASH.sub("", namespace)
+        return not any(names) or namespace in names or base in names
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +292,7 @@ async def _read_health_listing(http: Http, source: HealthListing, retry: Retry) 
     for entry in instances:  # an instance is listed once for each of its endpoints
         instance = _get_instance_id(entry)
         namespace = str(entry.get("namespace", ""))
-        if source.namespace and not f"{namespace}-".startswith(f"{source.namespace}-"):
+        if not source.covers(namespace):
             continue
         if entry.get("endpoint") not in (None, "generate", "rl") or instance in workers:
             continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -42,6 +42,22 @@ _BYPASSED = (
     "kernel off, or start the workers with the Triton MoE backend "
     "(`args: {moe-backend: triton}`)."
 )
+
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def count_experts(config: Mapping[str, Any]) -> int:
+    """Return the number of experts that a model's config.json names."""
+    parts = (config, config.get("text_config") or {})
+    counts = (part.get(name) for part in parts for name in _COUNTS)
+    for count in counts:
+        if isinstance(count, int) and count > 0:
+            return count
+    raise UsageError(
+        f"The model's config.json names no number of experts ({', '.join(_COUNTS)}).",
+        "Routed experts are of mixture-of-experts models; leave them out for a dense one.",
+    )
 
 
 def dtype_for(experts: int) -> np.dtype[Any]:

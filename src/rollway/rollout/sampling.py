@@ -36,6 +36,9 @@ class Sampling:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Strings that end a rollout; the tokens that complete one are part of it. A string that begins
+    before a cut and ends after it is not seen."""
     seed: int | None = None
     """Rollout i of a group uses seed + i; with the same seed all rollouts would be equal."""
     logprobs: bool = True
@@ -54,11 +57,13 @@ class Sampling:
                 "ignore_eos and stop_token_ids are given together.",
                 "Dynamo then ignores the stop token ids too; set only one of them.",
             )
-        if len(self.stop_token_ids) > 32:
-            raise UsageError(
-                f"There are {len(self.stop_token_ids)} stop token ids.",
-                "Dynamo accepts at most 32.",
-            )
+        for name, stops in (("token ids", self.stop_token_ids), ("strings", self.stop)):
+            if len(stops) > 32:
+                raise UsageError(
+                    f"There are {len(stops)} stop {name}.", "Dynamo accepts at most 32."
+                )
+        if "" in self.stop:
+            raise UsageError("A stop string is empty.", "Leave it out: every text ends with it.")
 
     def offset_seed(self, offset: int) -> Sampling:
         """Return a copy with `offset` added to the seed, or self if there is no seed."""
@@ -86,6 +91,9 @@ class Sampling:
             fields["min_tokens"] = self.min_tokens
         if self.stop_token_ids:
             fields["stop_token_ids"] = list(self.stop_token_ids)
+        if self.stop:
+            # Otherwise the engine would drop tokens that it sampled.
+            fields |= {"stop": list(self.stop), "include_stop_str_in_output": True}
         if self.seed is not None:
             fields["seed"] = self.seed
         if self.logprobs:

@@ -60,13 +60,14 @@ async def test_health_instances_are_deduplicated_and_get_an_admin_address() -> N
         instance(BIG),
         instance(BIG, "rl"),
         instance(BIG, "clear_kv_blocks"),
-        instance(7, namespace="rl-7f3a"),
+        instance(7, namespace="rl-7f3a09bc"),
         instance(8, namespace="rlother"),
+        instance(9, namespace="rl-2"),  # a deployment whose name begins alike
     ]
     async with serving("/health", {"instances": entries}) as url, Http() as http:
         port = int(url.rpartition(":")[2])
         workers = await discover(http, HealthListing(url, "rl", system_port=port))
-        assert [worker.instance_id for worker in workers] == [7, BIG]  # a suffix, not a longer name
+        assert [worker.instance_id for worker in workers] == [7, BIG]  # a hash, not a longer name
         assert {worker.admin_url for worker in workers} == {f"http://127.0.0.1:{port}"}
         assert all(worker.error is None for worker in workers)
         dead = await discover(http, HealthListing(url, "rl", system_port=9))

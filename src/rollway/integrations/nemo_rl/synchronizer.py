@@ -1,0 +1,236 @@
+"""`Synchronizer`: NeMo-RL's WeightSynchronizer, over `Fleet.refit`.
+
+    sync_weights():  choose a version ─► the policy's ranks publish it ─► refit of every live worker
+                                                                            │
+                     the ranks complete it ◄── all serve and prove it ──────┤
+                     the ranks cancel it, raise with the report ◄── else ───┘
+
+NeMo-RL uses one number for two sets of weights in one step, and begins again at 0 after a resume.
+So versions are counted here: each is one above the newest that any worker has served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollway.errors import RollwayError, UsageError
+from rollway.fleet.report import RefitReport
+from rollway.integrations.nemo_rl.config import WeightSync
+from rollway.integrations.nemo_rl.generation import Generation
+from rollway.integrations.nemo_rl.publish import ENGINE, PublishOptions
+from rollway.weights.offer import Offer, parse_offer
+
+_TRIES = 2
+_BUCKET_BYTES = 1 << 30
+TIMER = "prepare_for_generation/transfer_and_update_weights"
+"""The name under which NeMo-RL's timers know a refit."""
+
+
+class Synchronizer:
+    """Refits the workers of a `Generation` with the weights of a policy.
+
+    Only the driver's `Generation` has one: a copy in another process refits nothing."""
+
+    def __init__(
+        self,
+        policy: Any,
+        generation: Generation,
+        sync: WeightSync | None = None,
+        *,
+        refit_timeout_s: float | None = None,
+        get: Callable[[list[Any]], list[Any]] | None = None,
+    ) -> None:
+        """`get` waits for what the policy's workers answer; by default `ray.get`."""
+        self._policy, self._generation = policy, generation
+        self._sync = sync or generation.dynamo_cfg.weight_sync
+        self._seconds = refit_timeout_s or generation.dynamo_cfg.refit_timeout_s
+        self._get = get or _get_from_ray
+        self._last = 0
+        self._is_stale = True
+        self._is_open = False
+        self.report: RefitReport | None = None
+        """The last refit."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the workers may serve older weights than the policy has."""
+        return self._is_stale
+
+    def mark_stale(self) -> None:
+        self._is_stale = True
+
+    def init_communicator(self) -> None:
+        """Tell every rank of the policy how to publish."""
+        if self._is_open:
+            return
+        options = self._make_options().as_plain()
+        workers = len(self._policy.worker_group.workers)
+        if self._sync.shards:
+            self._call("open", options=options, world=workers)
+            if not options["catalog"] and (url := "".join(self._call("catalog"))):
+                self._call("use_catalog", url=url)
+        else:
+            size = options.pop("bucket_bytes") or _BUCKET_BYTES
+            self._call(
+                "init_checkpoint_engine",
+                backend=ENGINE,
+                bucket_size_bytes=size,
+                engine_kwargs=options,
+            )
+            self._call(
+                "init_checkpoint_engine_process_group",
+                train_world_size=workers,
+                rollout_world_size=0,
+                metadata=[],
+            )
+        self._is_open = True
+
+    def sync_weights(
+        self, *, timer: Any = None, kv_scales: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Publish the policy's weights, and return when every live worker serves them.
+
+        Raises:
+            UsageError: `kv_scales`, which no transport carries; nothing was touched.
+            RefitError: not every worker serves the version; its `report` says which do.
+            RollwayError: the refit took longer than its deadline.
+        """
+        if kv_scales:
+            raise UsageError(
+                f"The trainer sends {len(kv_scales)} scales of an FP8 KV cache, and engines here "
+                "compute their own.",
+                "Set policy.generation.vllm_cfg.kv_cache_dtype to auto, or let vLLM calibrate the "
+                "scales (calculate_kv_scales).",
+            )
+        self._is_stale = True
+        self.init_communicator()
+        began = time.monotonic()
+        with timer.time(TIMER) if timer is not None else contextlib.nullcontext():
+            offer, report = self._refit(began)
+        self._is_stale = False
+        self.report = report
+        figures = describe_refit(report, offer.nbytes, time.monotonic() - began)
+        self._generation.note_refit(figures)
+        return figures
+
+    def shutdown(self) -> None:
+        """Close the publishers of the policy's ranks."""
+        if self._is_open:
+            self._is_open = False
+            self._call("close" if self._sync.shards else "finalize_checkpoint_engine")
+
+    # --- one refit -----------------------------------------------------------------------------
+
+    def _refit(self, began: float) -> tuple[Offer, RefitReport]:
+        connection = self._generation.connection
+        for _ in range(_TRIES):
+            version, receivers = connection.run(self._choose_version())
+            offer = self._publish(version, receivers)
+            try:
+                counted = offer.where.get("receivers")
+                if counted is not None and counted != connection.run(self._count_receivers()):
+                    # A broadcast would wait for a rank that left, or leave out one that came.
+                    self._call("cancel")
+                    continue
+                report = connection.run(self._run_refit(version, offer, began))
+            except BaseException:
+                self._call("cancel")
+                raise
+            self._call("complete", version=version)
+            return offer, report
+        raise RollwayError(
+            "The number of engine ranks changed twice during one update of the weights.",
+            "Look at the workers' logs for engines that restart again and again.",
+        )
+
+    async def _choose_version(self) -> tuple[int, int]:
+        """Return the next version, and how many ranks receive it."""
+        fleet = self._generation.connection.fleet
+        await fleet.read_versions()
+        self._last = 1 + max(self._last, fleet.versions.newest or 0)
+        return self._last, await self._count_receivers()
+
+    async def _count_receivers(self) -> int:
+        connection = self._generation.connection
+        return await connection.stack.count_receivers(connection.model)
+
+    def _publish(self, version: int, receivers: int) -> Offer:
+        if self._sync.shards:
+            raw = self._call("publish", version=version)
+            offers = [parse_offer(each) for each in raw]
+            if offers[0].transport != "shm":
+                return offers[0]  # the catalog has the parts of all ranks
+            from rollway.weights.transports.shm_shards import join_offers
+
+            return join_offers(offers)
+        self._call("begin", version=version, receivers=receivers)
+        self._call("send_weights_via_checkpoint_engine", kv_scales=None)
+        raw = [each for each in self._call("take_offer") if each is not None]
+        return parse_offer(raw[0])
+
+    async def _run_refit(self, version: int, offer: Offer, began: float) -> RefitReport:
+        connection, dynamo = self._generation.connection, self._generation.dynamo_cfg
+        left = None if self._seconds is None else self._seconds - (time.monotonic() - began)
+        try:
+            async with asyncio.timeout(left):
+                return await connection.stack.refit(
+                    version, offer, model=connection.model, mode=dynamo.refit_mode, allow_cast=True
+                )
+        except TimeoutError as error:
+            raise RollwayError(
+                f"The refit to version {version} took longer than {self._seconds:g} s.",
+                "Workers in doubt stay paused. Raise refit_timeout_s, or see `rollway fleet ls`.",
+            ) from error
+
+    def _call(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call every rank of the policy, and return their answers."""
+        if self._sync.shards:
+            name, fields = "rollway_rpc", {"method": method, "kwargs": kwargs}
+        else:
+            name = "checkpoint_engine_rpc"
+            fields = {"checkpoint_method": method, "method_kwargs": kwargs}
+        return self._get(self._policy.worker_group.run_all_workers_single_data(name, **fields))
+
+    def _make_options(self) -> PublishOptions:
+        connection, mx = self._generation.connection, self._sync.mx_config
+        workers = connection.run(connection.fleet.workers())
+        return PublishOptions(
+            method=self._sync.method,
+            stack=connection.stack.name or "attached",
+            secret=connection.stack.weights_secret,
+            model=connection.stack.find_checkpoint(connection.model) or connection.model,
+            admin_urls=tuple(worker.admin_url for worker in workers),
+            engine_ranks=max((worker.world_size for worker in workers), default=1),
+            directory=self._sync.directory,
+            bucket_bytes=self._sync.bucket_bytes,
+            keep=mx.retain_latest_k,
+            fanout=mx.enabled and mx.tree_scale_out,
+            catalog=_make_url(mx.mx_server_url) if mx.enabled else "",
+        )
+
+
+def describe_refit(report: RefitReport, nbytes: int, seconds: float) -> dict[str, float]:
+    """Return the figures of a refit, under the names that a trainer logs."""
+    return {
+        "refit/seconds": seconds,
+        "refit/pause_seconds": report.paused_seconds,
+        "refit/bytes": float(nbytes),
+        "refit/gb_per_s": nbytes / 1e9 / seconds,
+        "refit/workers": float(report.serving),
+        "refit/passes": float(report.passes),
+        "refit/version": float(report.version),
+    }
+
+
+def _make_url(place: str) -> str:
+    return place if "://" in place else f"http://{place}"
+
+
+def _get_from_ray(refs: list[Any]) -> list[Any]:
+    import ray
+
+    return list(ray.get(refs))

@@ -1,0 +1,182 @@
+"""One refit as NeMo-RL asks for it: versions, deadlines, and what the policy's ranks are told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollway.errors import RefitError, RollwayError, UsageError
+from rollway.fleet.report import RefitReport, WorkerReport
+from rollway.integrations.nemo_rl.config import WeightSync
+from rollway.integrations.nemo_rl.synchronizer import Synchronizer
+from rollway.weights.offer import Offer
+
+
+class FakeStack:
+    """The stack of a `Generation`, without processes: what a refit does is said by the test."""
+
+    def __init__(self) -> None:
+        self.name, self.weights_secret = "run", "secret"
+        self.receivers = [2]
+        self.refits: list[int] = []
+        self.outcome: Callable[[], Coroutine[Any, Any, None]] | None = None
+        worker = SimpleNamespace(admin_url="http://127.0.0.1:9", world_size=1)
+        self.versions = SimpleNamespace(newest=None)
+
+        async def workers() -> list[Any]:
+            return [worker]
+
+        async def read_versions() -> dict[int, int]:
+            return {}
+
+        self.fleet = SimpleNamespace(
+            workers=workers, read_versions=read_versions, versions=self.versions
+        )
+
+    def find_checkpoint(self, model: str) -> str:
+        return "/models/policy"
+
+    async def count_receivers(self, model: str) -> int:
+        return self.receivers.pop(0) if len(self.receivers) > 1 else self.receivers[0]
+
+    async def refit(self, version: int, offer: Offer, **_: Any) -> RefitReport:
+        self.refits.append(version)
+        if self.outcome is not None:
+            await self.outcome()
+        self.versions.newest = version
+        return RefitReport(version, workers=[WorkerReport(1, "serving", version)], passes=1)
+
+
+class FakeGeneration:
+    def __init__(self, stack: FakeStack) -> None:
+        self.dynamo_cfg: Any = SimpleNamespace(
+            weight_sync=WeightSync(), refit_timeout_s=None, refit_mode="pause-all"
+        )
+        self.connection = SimpleNamespace(
+            stack=stack, fleet=stack.fleet, model="policy", run=asyncio.run
+        )
+        self.figures: list[Any] = []
+
+    def note_refit(self, figures: Any) -> None:
+        self.figures.append(figures)
+
+
+class FakePolicy:
+    """Two ranks that record their calls; the first offers what it was told to publish."""
+
+    def __init__(self, counted: bool = False) -> None:
+        self.calls: list[str] = []
+        self.worker_group = self
+        self.workers = [0, 1]
+        self._next = (0, 0)
+        self._counted = counted
+
+    def run_all_workers_single_data(self, name: str, **fields: Any) -> list[Any]:
+        assert name == "checkpoint_engine_rpc"
+        method, kwargs = fields["checkpoint_method"], fields["method_kwargs"]
+        self.calls.append(method)
+        if method == "begin":
+            self._next = kwargs["version"], kwargs["receivers"]
+        if method == "take_offer":
+            where = {"receivers": self._next[1]} if self._counted else {}
+            return [Offer("shm", self._next[0], "x" * 8, 1000, where).as_json(), None]
+        return [None, None]
+
+
+def make(policy: FakePolicy | None = None, **options: Any) -> tuple[Synchronizer, FakeStack]:
+    stack = FakeStack()
+    generation: Any = FakeGeneration(stack)
+    return Synchronizer(policy or FakePolicy(), generation, get=list, **options), stack
+
+
+def test_versions_rise_above_whatever_was_served() -> None:
+    synchronizer, stack = make()
+    stack.versions.newest = 17  # of an earlier run
+    assert synchronizer.is_stale
+    figures = synchronizer.sync_weights()
+    synchronizer.sync_weights()  # NeMo-RL has one number for both
+    assert stack.refits == [18, 19]
+    assert not synchronizer.is_stale
+    assert figures["refit/version"] == 18
+    assert figures["refit/workers"] == 1
+    assert figures["refit/bytes"] == 1000
+
+
+def test_a_version_is_used_up_by_a_refit_that_failed() -> None:
+    policy = FakePolicy()
+    synchronizer, stack = make(policy)
+
+    async def fail() -> None:
+        raise RefitError("no worker", report=None)
+
+    stack.outcome = fail
+    with pytest.raises(RefitError):
+        synchronizer.sync_weights()
+    assert synchronizer.is_stale
+    assert policy.calls[-1] == "cancel"
+    stack.outcome = None
+    synchronizer.sync_weights()
+    assert stack.refits == [1, 2]
+    assert policy.calls[-1] == "complete"
+
+
+def test_a_broadcast_to_a_fleet_that_changed_is_published_again() -> None:
+    policy = FakePolicy(counted=True)
+    synchronizer, stack = make(policy)
+    stack.receivers = [2, 3, 3, 3]  # one joined after the first version was published
+    synchronizer.sync_weights()
+    assert stack.refits == [2]
+    assert policy.calls.count("send_weights_via_checkpoint_engine") == 2
+    assert policy.calls.count("cancel") == 1
+
+
+def test_a_fleet_that_never_stops_changing_is_an_error() -> None:
+    synchronizer, stack = make(FakePolicy(counted=True))
+    stack.receivers = [1, 2, 3, 4, 5]
+    with pytest.raises(RollwayError, match="changed twice"):
+        synchronizer.sync_weights()
+    assert stack.refits == []
+    assert synchronizer.is_stale
+
+
+def test_a_deadline_is_honoured() -> None:
+    synchronizer, stack = make(refit_timeout_s=0.05)
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    stack.outcome = hang
+    with pytest.raises(RollwayError, match=r"longer than 0\.05 s"):
+        synchronizer.sync_weights()
+    assert synchronizer.is_stale
+
+
+def test_scales_of_a_cache_are_refused_before_anything_is_published() -> None:
+    policy = FakePolicy()
+    synchronizer, stack = make(policy)
+    with pytest.raises(UsageError, match="FP8 KV cache"):
+        synchronizer.sync_weights(kv_scales={"model.layers.0.self_attn.k_scale": 1.0})
+    assert policy.calls == [] and stack.refits == []
+
+
+def test_the_time_of_a_refit_is_nemo_rls() -> None:
+    seen = []
+
+    class Timer:
+        @contextlib.contextmanager
+        def time(self, name: str) -> Any:
+            seen.append(name)
+            yield
+
+    synchronizer, _ = make()
+    synchronizer.sync_weights(timer=Timer())
+    assert seen == ["prepare_for_generation/transfer_and_update_weights"]
+    synchronizer.mark_stale()
+    assert synchronizer.is_stale
+    synchronizer.shutdown()
+    synchronizer.shutdown()  # idempotent
