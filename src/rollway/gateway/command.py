@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
@@ -31,7 +31,6 @@ from rollway.rollout.wire import COMPLETIONS
 from rollway.stack.ray import launcher
 from rollway.stack.state import make_home
 
-G = TypeVar("G", bound=Gateway)
 _BACKLOG = 4096
 _UNBOUNDED = 1_000_000  # the number of connections bounds it
 _HANDSHAKE_SECONDS = 5.0
@@ -105,11 +104,11 @@ async def create_gateway(
     recorder: Recorder,
     model: str | None = None,
     *,
-    kind: type[G] = Gateway,  # type: ignore[assignment]
+    kind: type[Gateway] = Gateway,
     seconds: float = 3600.0,
     most_tokens: int | None = None,
     **options: Any,
-) -> G:
+) -> Gateway:
     """Create the gateway of one model of a running stack. A request may take `seconds`, with all
     retries, and have `most_tokens` with its answer, if that is less than the context."""
     chat, text = (

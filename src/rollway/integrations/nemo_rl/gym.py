@@ -232,7 +232,7 @@ def choose_sampling(body: Mapping[str, Any], profiles: Sequence[Profile]) -> dic
     )
 
 
-# --- in the child ----------------------------------------------------------------------------------
+# --- in the child --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -143,7 +143,7 @@ class Sampler:
         by_id = {worker.instance_id: worker for worker in workers}
         for gone in tasks.keys() - by_id.keys():
             tasks.pop(gone).cancel()
-        for instance in by_id.keys() - tasks.keys():
+        for instance in [each for each in by_id if each not in tasks]:
             number = self._numbers.setdefault(instance, len(self._numbers))
             url = f"{by_id[instance].admin_url}/metrics"
             tasks[instance] = asyncio.create_task(self._sample(http, url, number))
