@@ -119,9 +119,12 @@ async def serve_gateway(
     template: str = PLAIN,
     context: int = CONTEXT,
     frontend_url: str = "",
+    kind: type[Gateway] = Gateway,
+    upstream: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Service]:
-    """Serve on a free port until the block ends; `frontend_url` replaces the frontend's own."""
+    """Serve on a free port until the block ends; `frontend_url` replaces the frontend's own, and
+    `upstream` has options of the client that asks it."""
     frontend = Frontend()
     app = web.Application(client_max_size=2**30)
     app.router.add_post("/v1/chat/completions", frontend.answer)
@@ -135,12 +138,17 @@ async def serve_gateway(
     async with Http() as http:
         chat, text = (
             Upstream(
-                http, frontend_url or frontend.url, "m", FleetVersions(), wire=wire, patience=0.5
+                http,
+                frontend_url or frontend.url,
+                "m",
+                FleetVersions(),
+                wire=wire,
+                **{"patience": 0.5, **(upstream or {})},
             )
             for wire in (CHAT, COMPLETIONS)
         )
         tokenizer = Template(build(directory / "tokenizer", template=template))
-        gateway = Gateway("m", tokenizer, recorder, chat, text, context, **options)
+        gateway = kind("m", tokenizer, recorder, chat, text, context, **options)
         listener = await listen(gateway, "127.0.0.1", 0)
         running = Service(gateway, frontend, listener.port)
         try:

@@ -3,6 +3,8 @@
     no tokens         loopback only, and no web pages: Host must be loopback, no Origin
     agent tokens      generate, and see the sessions that the same token recorded
     operator tokens   everything, including the sessions of all tokens
+    a path token      an agent token that is the first part of the path, for clients whose API key
+                      is fixed
 
 With tokens, a session is stored as `<digest of the token>/<name>`, so two agents that choose the
 same name have two sessions. Without tokens, the digest of an API key names the session: keys may be
@@ -26,7 +28,7 @@ from rollway.gateway.replies import SESSION, Refused
 
 AGENT_TOKENS = "ROLLWAY_GATEWAY_TOKENS"
 OPERATOR_TOKENS = "ROLLWAY_GATEWAY_OPERATOR_TOKENS"
-_NO_SESSION = ("", "EMPTY", "none", "null", "dummy")
+_NO_SESSION = ("", "EMPTY", "none", "null", "dummy", "dummy_key")
 """Placeholders that clients send when they have no API key."""
 _MAX_NAME = 256
 _OPEN_PATH = "/health"
@@ -49,6 +51,9 @@ class Access:
 
     agents: tuple[bytes, ...] = ()
     operators: tuple[bytes, ...] = ()
+    in_path: bool = False
+    """Whether the token is the first part of the path (`/TOKEN/v1/…`), not the API key, which then
+    names the session as it does without tokens."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Access:
@@ -81,6 +86,11 @@ class Access:
     def needs_token(self) -> bool:
         return bool(self.agents or self.operators)
 
+    @property
+    def prefix(self) -> str:
+        """What all routes begin with, as a pattern of aiohttp."""
+        return "/{token}" if self.in_path else ""
+
     def admit(self, request: web.Request) -> Caller:
         """Return the caller; raise `Refused` if it has no access."""
         caller = self._authenticate(request) if self.needs_token else self._local(request)
@@ -90,6 +100,8 @@ class Access:
 
     def _authenticate(self, request: web.Request) -> Caller:
         token, _, session = _bearer(request).partition("/")
+        if self.in_path:
+            token, session = request.match_info.get("token", ""), _bearer(request)
         # Compare every token, each in constant time, so that the time reveals nothing.
         raw = token.encode(errors="surrogateescape")
         operator = sum(hmac.compare_digest(raw, known) for known in self.operators) > 0

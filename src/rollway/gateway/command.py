@@ -92,23 +92,35 @@ async def open_gateway(
                 bundle=options.bundle,
                 routed_experts=options.routed_experts,
             )
-            _tune_collector()
+            tune_collector()
             yield stack, gateway
         finally:
             recorder.close()
 
 
 async def create_gateway(
-    stack: Stack, template: Template, recorder: Recorder, model: str | None = None, **options: Any
+    stack: Stack,
+    template: Template,
+    recorder: Recorder,
+    model: str | None = None,
+    *,
+    kind: type[Gateway] = Gateway,
+    seconds: float = 3600.0,
+    most_tokens: int | None = None,
+    **options: Any,
 ) -> Gateway:
-    """Create the gateway of one model of a running stack."""
-    chat = stack.sender(Upstream, model, wire=CHAT, concurrency=_UNBOUNDED)
-    text = stack.sender(Upstream, model, wire=COMPLETIONS, concurrency=_UNBOUNDED)
+    """Create the gateway of one model of a running stack. A request may take `seconds`, with all
+    retries, and have `most_tokens` with its answer, if that is less than the context."""
+    chat, text = (
+        stack.sender(Upstream, model, wire=wire, concurrency=_UNBOUNDED, timeout=seconds)
+        for wire in (CHAT, COMPLETIONS)
+    )
     length = await stack.context_length(chat.model)
-    return Gateway(chat.model, template, recorder, chat, text, length, **options)
+    length = min(length, most_tokens or length)
+    return kind(chat.model, template, recorder, chat, text, length, **options)
 
 
-def _tune_collector() -> None:
+def tune_collector() -> None:
     """Exclude the objects that exist now from garbage collection, and collect less often.
 
     A request creates thousands of objects but hardly any cycles, and recorded turns stay in memory.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollway.errors import UsageError
+from rollway.rollout.template import Tokenizer, first_difference
 
 Message = Mapping[str, Any]
 
@@ -74,6 +75,25 @@ def find_sent_prefix(
             prompt, sampled = (read_token_ids(message[name], name, most) for name in has)
             return Prefix(prompt + sampled, index + 1)
     return None
+
+
+def check_contiguous(messages: Sequence[Message], tokenizer: Tokenizer) -> None:
+    """Raise unless every assistant message with token ids continues the one before it: the prompt
+    of a turn begins with the prompt and the completion of the turn before."""
+    seen: list[int] = []
+    last = 0
+    for index, message in enumerate(messages):
+        prompt, sampled = message.get(PROMPT), message.get(GENERATION)
+        if not isinstance(prompt, list) or not isinstance(sampled, list):
+            continue
+        if prompt[: len(seen)] != seen:
+            raise UsageError(
+                f"The token ids of messages[{index}] do not continue those of messages[{last}]. "
+                f"{first_difference(tokenizer, seen, prompt[: len(seen)])}",
+                "Send the history with the ids as they were answered; a history that was cut or "
+                "rewritten is a new conversation, without ids.",
+            )
+        seen, last = prompt + sampled, index
 
 
 def remove_bundle(messages: Sequence[Message]) -> list[dict[str, Any]]:

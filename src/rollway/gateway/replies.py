@@ -54,16 +54,26 @@ def convert_choice(raw: Mapping[str, Any], index: int, body: Mapping[str, Any]) 
 
 
 def add_bundle(
-    message: MutableMapping[str, Any], prompt_ids: Sequence[int], completion: Completion
+    message: MutableMapping[str, Any],
+    prompt_ids: Sequence[int],
+    completion: Completion,
+    *,
+    expert_strings: bool = False,
 ) -> None:
-    """Add the tokens to a message: all fields, or none."""
+    """Add the tokens to a message: all fields, or none. `expert_strings` are NeMo's form."""
     if completion.logprobs is None:
         return
     message[PROMPT] = list(prompt_ids)
     message[GENERATION] = list(completion.token_ids)
     message[LOGPROBS] = list(completion.logprobs)
-    if completion.routed_experts is not None:
-        message[EXPERTS] = completion.routed_experts
+    if completion.routed_experts is None:
+        return
+    message[EXPERTS] = completion.routed_experts
+    if expert_strings:
+        from rollway.rollout.experts import decode  # needs numpy
+
+        tokens = len(prompt_ids) + len(completion.token_ids)
+        message[EXPERTS] = decode(completion.routed_experts).as_envelope(tokens)
 
 
 def join_choices(
@@ -145,9 +155,9 @@ def make_error(message: str, kind: str, status: int = 500) -> dict[str, Any]:
     return {"message": shown, "type": kind, "code": code, "param": None}
 
 
-def make_refusal(failure: Exception) -> web.Response:
-    """Return the response to a failed request, whatever the failure."""
-    status, kind, message = explain(failure)
+def make_refusal(failure: Exception, explained: tuple[int, str, str]) -> web.Response:
+    """Return the response to a failed request: the status, kind and message of `explain`."""
+    status, kind, message = explained
     body = msgspec.json.encode({"error": make_error(message, kind, status)})
     headers = None
     if isinstance(failure, web.HTTPMethodNotAllowed):

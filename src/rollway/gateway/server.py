@@ -25,12 +25,19 @@ from rollway.gateway import replies, requests, threads
 from rollway.gateway.access import Access
 from rollway.gateway.connections import Connections
 from rollway.gateway.extension import BODY, CALLER, Extension
-from rollway.gateway.messages import Message, Prefix, chain, find_sent_prefix
+from rollway.gateway.messages import (
+    Message,
+    Prefix,
+    chain,
+    check_contiguous,
+    find_sent_prefix,
+)
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import json_response, send_data, send_event
 from rollway.gateway.template import Template
 from rollway.gateway.turns import PendingTurn, new_id
 from rollway.gateway.upstream import CHAT, ChatReply, ChatRequest, Upstream, make_request
+from rollway.rollout.completion import Completion
 from rollway.rollout.sender import all_or_none
 from rollway.rollout.template import SpliceError
 from rollway.rollout.wire import COMPLETIONS, Wire
@@ -58,6 +65,11 @@ class Gateway:
     """When answers carry their token ids: if `asked` for, `always` or `never`."""
     routed_experts: bool = False
     """Whether to record the experts of each token; then an answer without them is an error."""
+    exact: bool = False
+    """Whether a history with token ids must be continued token by token. Otherwise a prompt that
+    cannot begin with them begins a new trajectory."""
+    expert_strings: bool = False
+    """Whether token bundles have experts in NeMo's form, one string."""
     connections: Connections = field(default_factory=Connections)
     started: float = field(default_factory=time.time)
     body_bytes: int = 2**30
@@ -78,16 +90,18 @@ class Gateway:
         app = web.Application(client_max_size=limit, middlewares=[self._guard])
         if self.extension is not None:
             self.extension.add_routes(app.router)  # first: the first of two equal paths wins
-        app.router.add_post("/v1/chat/completions", self.chat_completions)
-        app.router.add_post("/v1/completions", self.completions)
-        app.router.add_get("/v1/models", self.models)
-        for base in ("", "/v1"):
+        top = self.access.prefix
+        app.router.add_post(f"{top}/v1/chat/completions", self.chat_completions)
+        app.router.add_post(f"{top}/v1/completions", self.completions)
+        app.router.add_get(f"{top}/v1/models", self.models)
+        for base in (top, f"{top}/v1"):
             app.router.add_post(f"{base}/tokenize", self.tokenize)
             app.router.add_post(f"{base}/detokenize", self.detokenize)
         app.router.add_get("/health", self.health)
-        app.router.add_get("/v1/rollway/sessions", self.sessions)
-        app.router.add_get("/v1/rollway/trajectories/{session:.+}", self.trajectories)
-        app.router.add_delete("/v1/rollway/trajectories/{session:.+}", self.forget)
+        app.router.add_get(f"{top}/v1/rollway/sessions", self.sessions)
+        trajectories = top + "/v1/rollway/trajectories/{session:.+}"
+        app.router.add_get(trajectories, self.trajectories)
+        app.router.add_delete(trajectories, self.forget)
         return app
 
     # --- OpenAI ----------------------------------------------------------------------------------
@@ -212,6 +226,8 @@ class Gateway:
     ) -> tuple[list[int], str | None, str]:
         """Return the ids of a prompt, the turn it continues, and why it forks if it does."""
         prefix, parent = find_sent_prefix(body, messages, self.context_length), None
+        if self.exact:
+            check_contiguous(messages, self.template.tokenizer)
         if prefix is None:
             known = session.latest(digests)
             if known is not None:
@@ -223,6 +239,8 @@ class Gateway:
         try:
             prompt = await self.template.prompt(body, messages, prefix)
         except SpliceError as error:
+            if self.exact:
+                raise UsageError(error.message, error.hint) from error
             prompt, parent = await self.template.prompt(body, messages, None), None
             forked = error.message
         return prompt, parent, forked
@@ -254,7 +272,7 @@ class Gateway:
             turns.append(turn.complete(answer.completion, answer.ticket.version, message))
             if with_bundle:
                 target = choice if message is None else message
-                replies.add_bundle(target, answer.request.prompt_ids, answer.completion)
+                self._add_bundle(target, answer.request.prompt_ids, answer.completion)
             choices.append(choice)
         recorded = await self._record(pending[0].session, turns)
         shown = self.access.show(request[CALLER], name)
@@ -297,18 +315,28 @@ class Gateway:
             except Exception as failure:
                 if not response.prepared:
                     raise
-                status, kind, text = replies.explain(failure)
+                status, kind, text = self.explain(failure)
                 await send_event(response, {"error": replies.make_error(text, kind, status)})
                 return response
         if last_events and self._wants_bundle(body):
             choice = last_events[0]["choices"][0]
-            replies.add_bundle(choice.get("delta", choice), chat_request.prompt_ids, completion)
+            delta = choice.get("delta", choice)
+            self._add_bundle(delta, chat_request.prompt_ids, completion)
         if last_events and not recorded:
             last_events[-1]["recorded"] = False
         for shown in last_events:
             await send_event(response, shown)
         await send_data(response, b"[DONE]")
         return response
+
+    def _add_bundle(
+        self, message: dict[str, Any], prompt_ids: list[int], completion: Completion
+    ) -> None:
+        replies.add_bundle(message, prompt_ids, completion, expert_strings=self.expert_strings)
+
+    def explain(self, failure: Exception) -> tuple[int, str, str]:
+        """Return the status, kind and message of a failure that a client may see."""
+        return replies.explain(failure)
 
     async def _record(self, session: Session, turns: list[Turn]) -> bool:
         """Record the turns of an answer; return False when their session was deleted."""
@@ -383,7 +411,7 @@ class Gateway:
                 request.transport.abort()
             return web.Response(status=499)  # nobody receives it
         except Exception as failure:  # noqa: BLE001 - the last guard: it is answered and logged
-            return replies.make_refusal(failure)
+            return replies.make_refusal(failure, self.explain(failure))
         finally:
             self._budget.give_back(_count_bytes(len(body)))
             self.connections.mark_idle(connection)

@@ -196,15 +196,29 @@ _OURS = frozenset({
 class Template:
     """The chat template and tokenizer of one model."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        chat_template: str | None = None,
+        keep_tools: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Load the tokenizer. `chat_template` is Jinja text in place of the model's own template;
+        with `keep_tools`, tools are rendered for `tool_choice: none` too."""
         from transformers import AutoTokenizer
 
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=trust_remote_code
+            )
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"No tokenizer can be loaded from {path}: {error}", "Pass one with --tokenizer."
             ) from error
+        if chat_template is not None:
+            self.tokenizer.chat_template = chat_template
+        self._keep_tools = keep_tools
         self.end_of_turn = _end_of_turn(self.tokenizer)
         self.threads = Threads()
         self._turns = TurnCounts()
@@ -284,7 +298,8 @@ class Template:
         prefix: Prefix | None,
         settings: dict[str, Any],
     ) -> list[int]:
-        tools = None if body.get("tool_choice") == "none" else body.get("tools")
+        is_unused = body.get("tool_choice") == "none" and not self._keep_tools
+        tools = None if is_unused else body.get("tools")
         continues = bool(body.get("continue_final_message", False))
         generate = bool(body.get("add_generation_prompt", not continues))
         if prefix is None:

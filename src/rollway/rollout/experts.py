@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from rollway.errors import RolloutError, UsageError
 
-# All are little endian on the wire. vLLM sends the first three; other systems convert to the rest.
+# All are little endian on the wire. vLLM sends unsigned ones and int16; NeMo has signed ones.
 _WIRE: dict[str, np.dtype[Any]] = {
+    "int8": np.dtype("<i1"),
     "uint8": np.dtype("<u1"),
     "uint16": np.dtype("<u2"),
     "int16": np.dtype("<i2"),
@@ -165,6 +166,20 @@ class RoutedExperts:
             "start": self.start,
             "dtype": wire.name,
         }
+
+    def as_envelope(self, tokens: int) -> str:
+        """Return NeMo's string for a sequence of `tokens` tokens: -1 in the rows of those on which
+        no forward pass ran, in the narrowest signed dtype."""
+        if self.start != 0 or self.end > tokens:
+            raise RolloutError(
+                f"Routed experts cover positions {self.start} to {self.end} of {tokens} tokens."
+            )
+        largest = int(self.ids.max()) if self.rows else 0
+        name = next(n for n in ("int8", "int16", "int32") if largest <= np.iinfo(n).max)
+        rows = np.full((tokens, self.layers, self.top_k), -1, dtype=_WIRE[name])
+        rows[: self.rows] = self.ids
+        data = base64.b64encode(rows.data).decode("ascii")
+        return f"nrlre1:{name}:{tokens}x{self.layers}x{self.top_k}:{data}"
 
 
 def join(*parts: RoutedExperts) -> RoutedExperts:

@@ -256,7 +256,8 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(coroutine) for coroutine in work]
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        first = failures.exceptions[0]
+        raise first from first.__cause__  # not the group, and with its own cause
     return [task.result() for task in running]
 
 
