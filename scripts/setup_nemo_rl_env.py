@@ -19,10 +19,11 @@ import setup_env
 
 # What NeMo-RL's GRPO imports on a CPU, and pytest for its own tests.
 TRAINER = [
-    "ray[default]>=2.57", "transformers>=5.5,<5.9", "accelerate", "blobfile", "colored", "datasets",
-    "hydra-core", "math-verify", "matplotlib", "mlflow-skinny", "num2words", "nvidia-ml-py", "omegaconf",
-    "pillow", "pytest>=8.3", "pytest-asyncio>=1.0", "pytest-timeout>=2.3", "pyzmq", "scipy", "soundfile",
-    "tensorboard", "tensordict", "tiktoken", "torchdata", "typing_extensions",
+    "ray[default]>=2.57", "transformers>=5.5,<5.9", "accelerate", "blobfile", "colored",
+    "datasets", "hydra-core", "math-verify", "matplotlib", "mlflow-skinny", "num2words",
+    "nvidia-ml-py", "omegaconf", "pillow", "pytest>=8.3", "pytest-asyncio>=1.0",
+    "pytest-timeout>=2.3", "pyzmq", "scipy", "soundfile", "tensorboard", "tensordict", "tiktoken",
+    "torchdata", "typing_extensions",
 ]  # fmt: skip
 
 
