@@ -31,6 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("weights", "inspect weights, compare them, plan their transfer", _add_weights_commands),
         ("bench", "measure, as ratios within one run", _add_bench_commands),
         ("prime-rl", "serve prime-rl's orchestrator and trainer", _add_prime_rl_commands),
+        ("nemo-rl", "run NeMo-RL's trainers on a stack", _add_nemo_rl_commands),
     ):
         group = commands.add_parser(name, help=text, description=text).add_subparsers(
             title="commands", metavar="COMMAND", required=True
@@ -160,6 +161,19 @@ def _add_prime_rl_commands(add: Add) -> None:
     text = "write the executable `inference`, for prime-rl's launcher to find on PATH"
     parser = add("install-shim", "prime_rl:install_shim", text)
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to")
+
+
+def _add_nemo_rl_commands(add: Add) -> None:
+    text = "run an entry script of NeMo-RL with Rollway as its backend `dynamo`"
+    parser = add("run", "nemo_rl:run", text)
+    parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="for example run_grpo.py")
+    text = "the script's own arguments"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=text)
+    text = "say what in a recipe of NeMo-RL will not work, and why"
+    parser = add("check", "nemo_rl:check", text)
+    parser.add_argument("file", type=Path, metavar="CONFIG.yaml", help="a recipe")
+    text = "as on NeMo-RL's command line: a.b=c, +a.b=c, ~a.b"
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=text)
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:

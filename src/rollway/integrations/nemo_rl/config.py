@@ -149,12 +149,17 @@ class DynamoCfg(SpecPart):
             if getattr(self, name) == "":
                 raise ValueError(f"`{name}` is empty; remove it, or say where the stack is")
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(f'`{n}`' for n in given)} are both given; keep one")
+            names = " and ".join(f"`{name}`" for name in given)
+            raise ValueError(f"{names} are given together; keep one")
         if not given:
             raise ValueError(
                 "nothing says where the stack is; give one of "
                 + ", ".join(f"`{name}`" for name in WAYS)
             )
+        for name in ("frontend_url", "rl_url"):
+            url = getattr(self, name)
+            if url and not url.startswith(("http://", "https://")):
+                raise ValueError(f"`{name}` is {url!r}, no address; write http://HOST:PORT")
         if self.workers is not None and self.stack is None:
             raise ValueError("`workers` is the size of a `stack`, and there is none")
         return self

@@ -1,0 +1,306 @@
+"""Resolve a NeMo-RL recipe, and say what in it will not work with Rollway, and why.
+
+Most of this would show minutes into a run: after the policy is loaded, at the first refit, at the
+first validation. `find_problems` reads the recipe alone; it asks no server.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from rollway.errors import RollwayError, UsageError
+from rollway.integrations.nemo_rl.config import (
+    WHERE,
+    GenerationConfig,
+    WeightSync,
+    make_stack_fields,
+)
+from rollway.plain import check_plain, read_yaml
+from rollway.weights.checkpoint import read_config
+
+_GENERATION = "policy.generation"
+_SYNC = "cluster.weight_sync"
+_LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+_SAME_MACHINE = {"shm": "shared memory", "cuda_ipc": "the memory of a GPU"}
+_RESOLVERS = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": max,
+}
+"""What NeMo-RL's recipes compute with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that will not work."""
+
+    key: str
+    cause: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A resolved recipe, and what could not be resolved of it."""
+
+    values: dict[str, Any]
+    notes: list[str]
+
+
+# --- resolution ----------------------------------------------------------------------------------
+
+
+def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Resolve a recipe: what it inherits (`defaults`), overrides (`a.b=c`), interpolations."""
+    values = _load(file.expanduser().resolve(), ())
+    for override in overrides:
+        _override(values, override)
+    values, notes = _interpolate(values)
+    check_plain(values, str(file))
+    return Recipe(values, notes)
+
+
+def _load(file: Path, below: tuple[Path, ...]) -> dict[str, Any]:
+    if file in below:
+        raise UsageError(f"{file} inherits from itself.", "Correct its `defaults`.")
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        fix = f"Check the `defaults` of {below[-1]}." if below else "Check the path."
+        raise UsageError(f"{file} cannot be read: {reason}.", fix) from error
+    values = read_yaml(text, str(file))
+    if not isinstance(values, dict):
+        raise UsageError(f"{file} is not a mapping.", "Is it a recipe of NeMo-RL?")
+    parents = values.pop("defaults", None) or []
+    merged: dict[str, Any] = {}
+    for parent in [parents] if isinstance(parents, str) else parents:
+        _merge(merged, _load((file.parent / str(parent)).resolve(), (*below, file)))
+    _merge(merged, values)
+    return merged
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """Merge as NeMo-RL does: mappings key by key, unless they have `_override_: true`."""
+    for key, value in over.items():
+        if not isinstance(value, dict):
+            base[key] = value
+            continue
+        replaces = value.pop("_override_", False)
+        if replaces or not isinstance(base.get(key), dict):
+            base[key] = {}
+        _merge(base[key], value)
+
+
+def _override(values: dict[str, Any], text: str) -> None:
+    """Apply an override of Hydra: `a.b=c`, `+a.b=c` for a key that is not there, `~a.b`."""
+    path, has_value, value = text.lstrip("+~").partition("=")
+    removes = text.startswith("~")
+    if not path or (not has_value and not removes):
+        raise UsageError(f"`{text}` is not an override.", "Write a.b=value, +a.b=value or ~a.b.")
+    *parents, last = path.split(".")
+    target: Any = values
+    for key in parents:
+        target = target.setdefault(key, {}) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            raise UsageError(f"`{text}`: `{key}` has no fields.", "Set it as a whole.")
+    if last not in target and not text.startswith("+"):
+        raise UsageError(
+            f"`{text}`: the recipe has no `{path}`, and NeMo-RL refuses to add it so.",
+            f"Write +{path}=… if it is meant.",
+        )
+    if removes:
+        target.pop(last, None)
+    else:
+        target[last] = read_yaml(value, f"`{text}`") if value else None
+
+
+def _interpolate(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replace `${…}`, part by part: one that names a missing variable leaves only its part."""
+    try:
+        omegaconf = importlib.import_module("omegaconf")
+    except ImportError:
+        note = "omegaconf is not installed here, so `${…}` is read as text"
+        return values, [note] if "${" in repr(values) else []
+    config = omegaconf.OmegaConf
+    for name, function in _RESOLVERS.items():
+        if not config.has_resolver(name):
+            config.register_new_resolver(name, function)
+    tree, resolved, notes = config.create(values), dict(values), []
+    for key in values:
+        try:
+            part = tree[key]
+            if config.is_config(part):
+                part = config.to_container(part, resolve=True)
+            resolved[key] = part
+        except omegaconf.errors.OmegaConfBaseException as error:
+            notes.append(f"{key} is read as text: {' '.join(str(error).split())[:200]}")
+    return resolved, notes
+
+
+# --- problems ------------------------------------------------------------------------------------
+
+
+def find_problems(recipe: Mapping[str, Any]) -> list[Problem]:
+    """Return what in a resolved recipe will not work."""
+    generation = _get(recipe, "policy", "generation")
+    if generation.get("backend") != "dynamo":
+        cause = f"The backend is {generation.get('backend')!r}, so NeMo-RL generates by itself."
+        return [Problem(f"{_GENERATION}.backend", cause, "Set it to dynamo.")]
+    problems = [
+        *_check_sync(recipe),
+        *_check_reach(recipe),
+        *_check_trainer(recipe),
+        *_check_cluster(recipe),
+    ]
+    given = {**generation, "model_name": _get(recipe, "policy").get("model_name") or ""}
+    try:
+        config = GenerationConfig.model_validate(given)
+    except ValidationError as error:
+        return [*(_describe(detail) for detail in error.errors()), *problems]
+    return [*_check_stack(config), *problems]
+
+
+def _get(values: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """Return a part of a recipe; an empty one where it has none."""
+    for key in keys:
+        part = values.get(key)
+        values = part if isinstance(part, Mapping) else {}
+    return values
+
+
+def _describe(detail: Any) -> Problem:
+    """Return the problem of one key; texts of `config.py` have the fix after a semicolon."""
+    key = ".".join([_GENERATION, *map(str, detail["loc"])])
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        return Problem(key, "There is no such key.", "docs/nemo-rl.md lists them.")
+    cause, _, fix = message.partition("; ")
+    sentence = fix[:1].upper() + fix[1:] if fix else "Correct it, see docs/nemo-rl.md"
+    return Problem(key, f"{cause[:1].upper()}{cause[1:]}.", f"{sentence}.")
+
+
+def _check_stack(config: GenerationConfig) -> Iterator[Problem]:
+    """Check a stack that Rollway would start, as `rollway up` does."""
+    from rollway.api import make_spec
+
+    if config.dynamo_cfg.stack is None:
+        return
+    try:
+        fields = make_stack_fields(config)
+        name = fields["models"][0]["name"]
+        make_spec(fields)
+    except RollwayError as error:
+        yield Problem(f"{WHERE}.stack", error.message, error.hint)
+        return
+    if name != config.model_name:
+        cause = f"The stack serves {name!r}, and the trainer's model is {config.model_name!r}."
+        fix = "Remove the name; the names must be equal to the byte."
+        yield Problem(f"{WHERE}.stack.models.0.name", cause, fix)
+    yield from _check_shards(config)
+
+
+def _check_shards(config: GenerationConfig) -> Iterator[Problem]:
+    """Check that the ranks of an engine can share the model's heads and experts."""
+    path = Path(config.model_name) / "config.json"
+    if not path.is_file():
+        return
+    model, tensor = read_config(path), int(config.vllm_cfg.get("tensor_parallel_size") or 1)
+    heads = model.get("num_attention_heads")
+    if isinstance(heads, int) and heads % tensor:
+        cause = f"{heads} attention heads cannot be divided by {tensor} ranks (q_proj.weight)."
+        fix = f"Use a divisor of {heads}."
+        yield Problem(f"{_GENERATION}.vllm_cfg.tensor_parallel_size", cause, fix)
+
+
+def _check_reach(recipe: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check that weights can reach engines on other machines."""
+    dynamo = _get(recipe, "policy", "generation", "dynamo_cfg")
+    host = urlsplit(str(dynamo.get("frontend_url") or "")).hostname
+    where = f"pods of {dynamo['dgd_name']}" if dynamo.get("dgd_name") else f"at {host}"
+    if where == "at None" or host in _LOCAL:
+        return
+    sync = _get(recipe, "cluster", "weight_sync") or _get(dynamo, "weight_sync")
+    method = sync.get("method")
+    if method in _SAME_MACHINE:
+        cause = f"`{method}` is {_SAME_MACHINE[method]} of one machine; the engines are {where}."
+        yield Problem(f"{_SYNC}.method", cause, "Use nixl, collective, or files.")
+    if method in ("files", "delta") and not sync.get("directory"):
+        cause = f"`{method}` without a directory writes to this machine; the engines are {where}."
+        fix = "Name a directory that the trainer and all engines see."
+        yield Problem(f"{_SYNC}.directory", cause, fix)
+
+
+def _check_sync(recipe: Mapping[str, Any]) -> Iterator[Problem]:
+    sync = _get(recipe, "cluster").get("weight_sync")
+    own = _get(recipe, "policy", "generation", "dynamo_cfg").get("weight_sync")
+    if sync is None:
+        return
+    if own not in (None, sync):
+        cause = f"It differs from {WHERE}.weight_sync."
+        yield Problem(_SYNC, cause, "Keep one of them.")
+    try:
+        WeightSync.model_validate(sync)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = ".".join([_SYNC, *map(str, detail["loc"])])
+            shown = f" (got {detail['input']!r:.60})" if detail["loc"] else ""
+            yield Problem(key, f"{detail['msg']}{shown}.", "docs/nemo-rl.md lists the values.")
+
+
+def _check_trainer(recipe: Mapping[str, Any]) -> Iterator[Problem]:
+    generation = _get(recipe, "policy", "generation")
+    async_grpo = _get(recipe, "grpo", "async_grpo")
+    mode = _get(generation, "dynamo_cfg").get("refit_mode")
+    if async_grpo.get("in_flight_weight_updates"):
+        key = "grpo.async_grpo.in_flight_weight_updates"
+        if mode == "pause-all":
+            cause = f"{WHERE}.refit_mode is pause-all, which waits for running rollouts."
+            yield Problem(key, cause, "Set refit_mode to in-flight, or remove it.")
+        if not async_grpo.get("enabled"):
+            cause = "A synchronous trainer has no rollouts in flight when it updates weights."
+            yield Problem(key, cause, "Set it to false, or async_grpo.enabled to true.")
+    if async_grpo.get("enabled"):
+        loss = _get(recipe, "loss_fn")
+        if not loss.get("use_importance_sampling_correction"):
+            cause = "NeMo-RL's asynchronous trainer refuses to run without it."
+            yield Problem("loss_fn.use_importance_sampling_correction", cause, "Set it to true.")
+    yield from _check_gym(recipe, generation)
+
+
+def _check_gym(recipe: Mapping[str, Any], generation: Mapping[str, Any]) -> Iterator[Problem]:
+    gym = bool(_get(recipe, "env").get("should_use_nemo_gym"))
+    if gym and not _get(generation, "vllm_cfg").get("expose_http_server"):
+        cause = "NeMo-Gym sends its requests to an address, and none is served."
+        yield Problem(f"{_GENERATION}.vllm_cfg.expose_http_server", cause, "Set it to true.")
+    for name in ("temperature", "top_p", "top_k"):
+        key, value = f"val_{name}", generation.get(f"val_{name}")
+        if key not in generation or value == generation.get(name) or "${" in f"{value}":
+            continue
+        if not gym or name == "top_k":
+            rest = "for NeMo-Gym only" if name != "top_k" else "not at all"
+            cause = f"Validation samples by its own {name} {rest}."
+            yield Problem(f"{_GENERATION}.{key}", cause, f"Set it to ${{.{name}}}.")
+
+
+def _check_cluster(recipe: Mapping[str, Any]) -> Iterator[Problem]:
+    cluster = _get(recipe, "cluster")
+    resources = _get(recipe, "policy", "generation", "colocated", "resources")
+    named = {key: resources.get(key) for key in ("gpus_per_node", "num_nodes")}
+    if cluster.get("segment_size") is not None and not any(named.values()):
+        cause = "NeMo-RL then counts nodes for generation that this backend does not use."
+        yield Problem("cluster.segment_size", cause, "Set it to null.")
+    if named["gpus_per_node"] and cluster.get("num_nodes") == 1:
+        rest = int(cluster.get("gpus_per_node") or 0) - int(named["gpus_per_node"])
+        if rest < 1:
+            key = f"{_GENERATION}.colocated.resources.gpus_per_node"
+            cause = f"It leaves {rest} of the cluster's GPUs for training."
+            yield Problem(key, cause, "Set it to null: all GPUs of the cluster train.")
