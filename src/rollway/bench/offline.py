@@ -26,7 +26,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rollway import processes
+from rollway.aio import Stack
 from rollway.bench import round_floats
+from rollway.bench.gpu_load import read_metric
 from rollway.config import StackSpec
 from rollway.errors import RollwayError
 from rollway.stack.preset import get_worker_defaults, merge_args
@@ -126,18 +128,38 @@ async def measure_by_turns(bench: GpuEngineBench) -> dict[str, Any]:
                 if arm == "offline":
                     row[arm] = await engine.generate(prompts, length)
                     continue
-                before = _read_cpu_seconds(bench.stack.name)
+                before, waited = _read_cpu_seconds(bench.stack.name), await _read_waits(bench.stack)
                 row[arm] = await bench.sample(prompts, length)
-                after = _read_cpu_seconds(bench.stack.name)
+                after, waits = _read_cpu_seconds(bench.stack.name), await _read_waits(bench.stack)
+                sampled = len(prompts) * length
+                row["seconds"] = sampled / row[arm]
                 row["cpu_us_per_token"] = {
-                    name: 1e6 * (after[name] - before.get(name, 0.0)) / (len(prompts) * length)
-                    for name in after
+                    name: 1e6 * (after[name] - before.get(name, 0.0)) / sampled for name in after
+                }
+                row["seconds_in_engine"] = {
+                    name: (waits[name] - waited.get(name, 0.0)) / len(prompts) for name in waits
                 }
             row["ratio"] = row["rollouts"] / row["offline"]
             rows.append(row)
             bench.say(f"by-turns: {json.dumps(round_floats(row, '.4g'))}, {length} tokens each")
     ratios = [row["ratio"] for row in rows[1:]]
     return {"offline_start_seconds": seconds, "ratio": median(ratios), "rounds": rows[1:]}
+
+
+_WAITS = {
+    "queue": "vllm:request_queue_time_seconds_sum",
+    "first_token": "vllm:time_to_first_token_seconds_sum",
+    "all": "vllm:e2e_request_latency_seconds_sum",
+}
+"""What the engine counts from the arrival of a request: until it runs, until its first token, until
+its last. The rest of a round is the way to the engine and back."""
+
+
+async def _read_waits(stack: Stack) -> dict[str, float]:
+    """Return the seconds that all requests so far have spent in the engine."""
+    (worker,) = await stack.fleet.workers()
+    values = {name: await read_metric(stack, worker, metric) for name, metric in _WAITS.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _read_cpu_seconds(stack: str) -> dict[str, float]:
