@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from tests.conftest import Cli, Footprint
@@ -107,3 +112,37 @@ def test_an_unknown_fault_is_explained(cli: Cli) -> None:
     done = cli("chaos", str(STACK_FILE), "--fault", "earthquake", "--json")
     assert done.returncode == 2
     assert "There is no fault `earthquake`" in done.stderr
+
+
+def test_a_run_that_is_over_its_time_reports_what_it_has_checked(
+    cli: Cli, footprint: Footprint
+) -> None:
+    """The worker that was killed need not come back."""
+    arguments = ("--rounds", "50", "--fault", "kill_worker", "--seconds", "1")
+    report = chaos(cli, *WITH_LIGHT_WORKERS, *arguments)
+    assert {name: report[name] for name in BAD} == dict.fromkeys(BAD, 0), report["examples"]
+    assert report["rounds"] == 1 and not report["detail"][0]["healed"]
+    assert report["ended_early"] == "1 s have passed"
+    assert footprint.settle() == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_interrupted_reports_what_it_has_checked(
+    footprint: Footprint, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "rollway.cli", "chaos", *WITH_LIGHT_WORKERS, "--json"]
+    with subprocess.Popen(
+        [*command, "--rounds", "500", "--fault", "none"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        assert run.stdout is not None and run.stderr is not None
+        assert any("round 2" in line for line in run.stderr)  # it ends if the run does
+        run.send_signal(number)
+        output, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors[-2000:]
+    report = json.loads(output)
+    assert {name: report[name] for name in BAD} == dict.fromkeys(BAD, 0), report["examples"]
+    assert 2 <= report["rounds"] < 500 and report["ended_early"] == number.name
+    assert footprint.settle() == {}

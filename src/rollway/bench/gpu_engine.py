@@ -5,6 +5,7 @@
     cuda_ipc … delta  refits of an idle engine; the very first one of the process apart
     in-flight …       refits while rollouts run
     colocated         only if it is named: sleep, train, wake, refit, generate, step after step
+    by-turns          only if it is named: rollouts and `LLM.generate` in turn, both engines alive
     stock             Dynamo's pause, update_weights_from_disk, resume
     offline           the same prompts through vLLM's `LLM.generate`, after the stack has stopped
     lost              tokens that refits cost per hour
@@ -39,6 +40,7 @@ from rollway.bench.delta_parts import measure_parts
 from rollway.bench.gpu_colocated import measure_colocated
 from rollway.bench.gpu_load import Load, MemoryWatch, make_prompts, measure_limits, synchronize
 from rollway.bench.gpu_options import PARTS, UNDER_LOAD, Options, describe_stack
+from rollway.bench.offline import measure_by_turns, measure_offline
 from rollway.bench.real_model import (
     Weights,
     cache_model,
@@ -64,6 +66,7 @@ _CHECKED = 8
 _PART_SECONDS = 240.0
 """The longest time of one part: a part that hangs must leave time for the others."""
 _COLOCATED_SECONDS = 900.0
+_TURNS_SECONDS = 480.0
 
 
 class Skip(Exception):
@@ -149,6 +152,8 @@ class GpuEngineBench:
             if "colocated" in wanted:
                 work = partial(measure_colocated, self)
                 await self._measure("colocated", work, _COLOCATED_SECONDS)
+            if "by-turns" in wanted:
+                await self._measure("by-turns", partial(measure_by_turns, self), _TURNS_SECONDS)
             await self._measure("stock", self._measure_stock)
             self.say("stopping the stack")
 
@@ -333,22 +338,27 @@ class GpuEngineBench:
 
     async def _measure_throughput(self) -> dict[str, Any]:
         options, rates = self.options, []
-        client = self.stack.rollouts(concurrency=options.rollouts)
         for index in range(options.repeat + 1):
-            self.turn += 1
             length = options.tokens if index else min(options.tokens, 32)  # the first one warms up
-            sampling = Sampling(max_tokens=length, temperature=1.0, ignore_eos=True)
-            prompts = make_prompts(options.rollouts, self.turn)
-            began = time.perf_counter()
-            groups = await client.generate_batch(prompts, sampling)
-            seconds = time.perf_counter() - began
-            rates.append(sum(len(group[0].token_ids) for group in groups) / seconds)
+            rates.append(await self.sample(self.next_prompts(), length))
             self.say(f"throughput: {rates[-1]:.0f} tokens/s, {length} tokens each")
         return {"tokens_per_second": rates[1:], "median_tokens_per_second": median(rates[1:])}
 
-    async def _measure_offline(self) -> dict[str, Any]:
-        from rollway.bench.offline import measure_offline
+    def next_prompts(self) -> list[list[int]]:
+        """Return a prompt for each rollout; no round finds them cached."""
+        self.turn += 1
+        return make_prompts(self.options.rollouts, self.turn)
 
+    async def sample(self, prompts: list[list[int]], tokens: int) -> float:
+        """Sample as many tokens for each prompt, all at once; return the tokens per second."""
+        client = self.stack.rollouts(concurrency=len(prompts))
+        sampling = Sampling(max_tokens=tokens, temperature=1.0, ignore_eos=True)
+        began = time.perf_counter()
+        groups = await client.generate_batch(prompts, sampling)
+        seconds = time.perf_counter() - began
+        return sum(len(group[0].token_ids) for group in groups) / seconds
+
+    async def _measure_offline(self) -> dict[str, Any]:
         options = self.options
         prompts = make_prompts(options.rollouts, 0)
         figures = await measure_offline(self.spec, prompts, options.tokens, options.repeat)

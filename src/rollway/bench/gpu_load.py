@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rollway.aio import Stack
 from rollway.errors import RollwayError
+from rollway.fleet.discovery import Worker
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 
@@ -50,7 +51,7 @@ class Load:
     is_running: bool = False
     """Whether the engine ran all of them when the block began."""
     is_over: bool = False
-    metrics_url: str = ""
+    worker: Worker | None = None
     answers: list[tuple[float, int | None]] = field(default_factory=list)
     """When each probe was answered, and by which version."""
     results: list[Rollout] = field(default_factory=list)
@@ -61,8 +62,7 @@ class Load:
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """Enter the block when all rollouts run, and leave when all have ended."""
-        (worker,) = await self.stack.fleet.workers()
-        self.metrics_url = f"{worker.admin_url}/metrics"
+        (self.worker,) = await self.stack.fleet.workers()
         before = await self._read_metric(_SAMPLED)
         client = self.stack.rollouts(concurrency=self.rollouts + 1)
         sampling = Sampling(max_tokens=self.tokens, temperature=1.0, ignore_eos=True)
@@ -110,14 +110,7 @@ class Load:
             await asyncio.sleep(0.005)
 
     async def _read_metric(self, name: str) -> float | None:
-        """Read a counter of the engine, summed over its labels; None if it has none."""
-        with contextlib.suppress(RollwayError):
-            text = await self.stack._http.get_text(self.metrics_url, timeout=10.0)
-            lines = [
-                line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))
-            ]
-            return sum(float(line.rpartition(" ")[2]) for line in lines) if lines else None
-        return None
+        return await read_metric(self.stack, self.worker, name)
 
     def get_figures(self, version: int, began: float, paused: float, rate: float) -> dict[str, Any]:
         """Return what the callers saw of a refit that began at `began` and paused so long."""
@@ -147,6 +140,16 @@ class Load:
 
     def _count_discarded(self, received: int) -> float | None:
         return None if self.sampled is None else self.sampled - received - len(self.answers)
+
+
+async def read_metric(stack: Stack, worker: Worker | None, name: str) -> float | None:
+    """Read a counter of the engine, summed over its labels; None if it has none."""
+    with contextlib.suppress(RollwayError):
+        assert worker is not None
+        text = await stack._http.get_text(f"{worker.admin_url}/metrics", timeout=10.0)
+        lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines) if lines else None
+    return None
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:

@@ -19,8 +19,8 @@ PARTS = (
     "limits", "throughput", "cuda_ipc", "cuda_ipc_in_place", "shm", "files", "delta", "in-flight",
     "keep", "pause-all", "stock", "offline", "lost",
 )  # fmt: skip
-ON_REQUEST = ("colocated",)
-"""Parts that run only if they are named: they need another engine."""
+ON_REQUEST = ("colocated", "by-turns")
+"""Parts that run only if they are named: they need another engine, or a second one."""
 UNDER_LOAD = ("in-flight", "keep", "pause-all")
 
 
@@ -98,7 +98,7 @@ def format_figures(figures: dict[str, Any]) -> str:
     for name, part in figures.items():
         if name == "colocated":
             lines += _format_colocated(part)
-        elif name in PARTS:
+        elif name in (*PARTS, *ON_REQUEST):
             shown = {key: value for key, value in part.items() if key not in ("first", "refits")}
             pauses = [row["paused_seconds"] for row in part.get("refits", [])]
             lines.append(f"{name}: {json.dumps(shown)}{f', paused {pauses} s' if pauses else ''}")

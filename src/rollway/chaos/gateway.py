@@ -23,6 +23,7 @@ from rollway.api import up
 from rollway.chaos.agents import BEHAVIOURS, CALM, Agents, Ledger
 from rollway.chaos.gateway_process import GatewayProcess, SmallDisk, size_of
 from rollway.chaos.judge import Decode, Verdict, judge
+from rollway.chaos.limit import Limit
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.rollout.sequence import TokenSequence
@@ -52,6 +53,8 @@ class GatewayChaosOptions:
     old_journal: bool = False
     bound: float = 60.0
     """Seconds within which every request must end."""
+    seconds: float | None = None
+    """After this time only the calm round follows."""
 
 
 @dataclass(slots=True)
@@ -109,6 +112,8 @@ class GatewayReport:
     journal_peak_bytes: int = 0
     log_bytes: int = 0
     seconds: float = 0.0
+    ended_early: str = ""
+    """Why the run ended before its last round; "" if it did not."""
     detail: list[GatewayRound] = field(default_factory=list)
     examples: list[str] = field(default_factory=list)
 
@@ -150,6 +155,7 @@ class GatewayChaos:
         self.scratch = scratch
         self.progress = progress
         self.random = random.Random(options.seed)
+        self.limit = Limit(options.seconds)
         self.report = GatewayReport(
             agents=options.agents, seed=options.seed, old_journal=options.old_journal
         )
@@ -167,13 +173,8 @@ class GatewayChaos:
         began = time.monotonic()
         async with AsyncExitStack() as exits:
             await self._open(exits)
-            try:
-                for number, fault in enumerate([*self._faults(), CALM], start=1):
-                    self.report.detail.append(GatewayRound(number, fault))
-                    await self._round(self.report.detail[-1])
-            except RollwayError as error:  # report what was checked until then
-                self.report.detail[-1].error = error.message
-                self.report.hangs += 1
+            with self.limit.obey_signals():
+                await self._run_rounds()
             self.agents.raise_failures()
             self._sum_up()
         self._find_leftovers()
@@ -227,6 +228,22 @@ class GatewayChaos:
         report.log_bytes = size_of(self.gateway.log)
 
     # --- rounds ----------------------------------------------------------------------------------
+
+    async def _run_rounds(self) -> None:
+        try:
+            for fault in self._faults():
+                await self._add_round(fault)
+                if self.limit.is_over and len(self.report.detail) < self.options.rounds:
+                    self.report.ended_early = self.limit.reason
+                    break
+            await self._add_round(CALM)
+        except RollwayError as error:  # report what was checked until then
+            self.report.detail[-1].error = error.message
+            self.report.hangs += 1
+
+    async def _add_round(self, fault: str) -> None:
+        self.report.detail.append(GatewayRound(len(self.report.detail) + 1, fault))
+        await self._round(self.report.detail[-1])
 
     def _faults(self) -> list[str]:
         """Return every fault, shuffled and repeated."""

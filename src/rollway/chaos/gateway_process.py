@@ -56,6 +56,7 @@ class GatewayProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 preexec_fn=processes.die_with_parent,
+                start_new_session=True,  # Ctrl-C asks the run for its report, not the gateway
             )
         assert self._process.stdout is not None
         try:

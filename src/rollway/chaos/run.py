@@ -24,6 +24,7 @@ from rollway.aio import Stack, up
 from rollway.chaos import prime_rl
 from rollway.chaos.control import NaiveBook, NaiveRollouts, naive_refit
 from rollway.chaos.faults import WHERE, Injector, Joiner, ResettingHttp, Strike
+from rollway.chaos.limit import Limit
 from rollway.chaos.target import Target
 from rollway.chaos.traffic import BUSY_SECONDS, CALM_SECONDS, Policies, Traffic
 from rollway.config import AdminTimeouts, StackSpec
@@ -56,6 +57,8 @@ class ChaosOptions:
     """A refit or a rollout that takes longer counts as a hang."""
     heal_seconds: float = 400.0
     """The run ends if the fleet has not recovered after this time."""
+    seconds: float | None = None
+    """The run begins no round after this time, and waits for no recovery."""
 
 
 @dataclass(slots=True)
@@ -73,6 +76,8 @@ class Round:
     """`served`, `partly` (not by all workers), `refused`, `failed`, `cancelled` or `hung`."""
     seconds: float = 0.0
     heal_seconds: float = 0.0
+    healed: bool = False
+    """Whether the fleet has recovered; a run over its limit does not wait for it."""
     error: str = ""
 
 
@@ -97,6 +102,8 @@ class Report:
     refits: dict[str, int] = field(default_factory=dict)
     seed: int = 0
     seconds: float = 0.0
+    ended_early: str = ""
+    """Why the run ended before its last round; "" if it did not."""
     detail: list[Round] = field(default_factory=list)
     examples: list[str] = field(default_factory=list)
 
@@ -128,6 +135,7 @@ class Chaos:
         self.scratch = scratch
         self.progress = progress
         self.random = random.Random(options.seed)
+        self.limit = Limit(options.seconds)
         base = Path(spec.models[0].path)
         if not (base / "model.safetensors").is_file():
             raise UsageError(
@@ -153,14 +161,10 @@ class Chaos:
         try:
             await self._open()
             self.traffic.start()
-            try:
-                for number, strike in enumerate(self._strikes(), start=1):
-                    await self._round(number, strike)
-            except RollwayError as error:  # report what was checked until then
-                self.report.detail[-1].error = error.message
-                self.report.hangs += 1
-            await self.traffic.stop()
-            await self.traffic.check()
+            with self.limit.obey_signals():
+                await self._run_rounds()
+                await self.traffic.stop()
+                await self.traffic.check()
         finally:
             await self._close()
         self.report.seconds = round(time.monotonic() - began, 1)
@@ -223,6 +227,19 @@ class Chaos:
 
     # --- rounds --------------------------------------------------------------------------------
 
+    async def _run_rounds(self) -> None:
+        try:
+            for number, strike in enumerate(self._strikes(), start=1):
+                await self._round(number, strike)
+                is_last = number == self.options.rounds and self.report.detail[-1].healed
+                if self.limit.is_over and not is_last:
+                    self.report.ended_early = self.limit.reason
+                    self.progress(f"ending early: {self.limit.reason}")
+                    return
+        except RollwayError as error:  # report what was checked until then
+            self.report.detail[-1].error = error.message
+            self.report.hangs += 1
+
     def _strikes(self) -> list[Strike]:
         """Return a strike per round: every fault at each of its steps, shuffled and repeated."""
         if self.options.unprotected:
@@ -249,9 +266,9 @@ class Chaos:
             await self._refit_with_fault(entry, strike)
         entry.seconds = round(time.monotonic() - began, 3)
         began = time.monotonic()
-        if not self.options.unprotected:
-            await self._heal()
-        await self.traffic.probe()
+        entry.healed = self.options.unprotected or await self._heal()
+        if entry.healed:
+            await self.traffic.probe()
         await self.traffic.check()
         entry.heal_seconds = round(time.monotonic() - began, 3)
 
@@ -295,10 +312,13 @@ class Chaos:
         injector.strike = Strike("none", "never")
         await injector.after()
 
-    async def _heal(self) -> None:
-        """Wait until every worker serves one version; refit again, as a trainer would."""
+    async def _heal(self) -> bool:
+        """Wait until every worker serves one version; refit again, as a trainer would. Return
+        whether they do; if the run is over its limit, that is not waited for."""
         deadline = time.monotonic() + self.options.heal_seconds
         while time.monotonic() < deadline:
+            if self.limit.is_over:
+                return False
             state = self.target.read_state()
             if state is None or not state.is_supervised:
                 await self._reopen()
@@ -312,11 +332,11 @@ class Chaos:
                         await asyncio.sleep(0.5)
                         continue
                     if await self._is_whole():
-                        return
+                        return True
                     with contextlib.suppress(RollwayError):
                         await self.fleet.admit()
                     if await self._is_whole():
-                        return
+                        return True
                     await self._next_version()
                 except RollwayError as error:
                     self.progress(f"healing: {error.message[:120]}")

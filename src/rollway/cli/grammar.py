@@ -199,6 +199,8 @@ def _add_chaos(parser: argparse.ArgumentParser) -> None:
     text = "where those two run (default: on a GPU if vLLM has one)"
     parser.add_argument("--device", choices=["cpu", "cuda"], help=text)
     parser.add_argument("--rounds", type=int, default=20, help="how many refits (default 20)")
+    text = "end with the report after the round in progress, as SIGTERM and Ctrl-C do"
+    parser.add_argument("--seconds", type=float, help=text)
     parser.add_argument("--seed", type=int, default=0, help="of faults, steps, modes and prompts")
     parser.add_argument("--fault", action="append", default=[], help="only this one; repeatable")
     text = "refit and sample by the calls of this trainer"

@@ -117,6 +117,8 @@ _CHAOS_RESTART = {"backoff_seconds": 0.1, "max_backoff_seconds": 0.5, "max_failu
 def chaos(options: argparse.Namespace) -> int:
     """Refit, or record sessions, while things break, and check every token."""
     require("torch", "transformers")
+    if options.seconds is not None and not options.seconds > 0:
+        raise UsageError(f"--seconds is {options.seconds:g}.", "Use a positive number.")
     if options.gateway:
         return _break_gateway(options)
     from rollway.chaos.faults import WHERE
@@ -135,6 +137,7 @@ def chaos(options: argparse.Namespace) -> int:
         faults,
         unprotected=options.unprotected,
         through_prime_rl=options.through == "prime-rl",
+        seconds=options.seconds,
     )
     spec = _make_chaos_spec(options, "chaos")
     report = asyncio.run(run_chaos(spec, chaos_options, _make_progress(options)))
@@ -153,7 +156,9 @@ def _break_gateway(options: argparse.Namespace) -> int:
     if rounds < 1 or agents < 1:
         raise UsageError(f"{rounds} rounds with {agents} agents.", "Use at least one of each.")
     faults = _choose_faults(options, "gateway fault", FAULTS)
-    chaos_options = GatewayChaosOptions(rounds, agents, options.seed, faults, options.old_journal)
+    chaos_options = GatewayChaosOptions(
+        rounds, agents, options.seed, faults, options.old_journal, seconds=options.seconds
+    )
     spec = _make_chaos_spec(options, "chaos-gateway")
     report = asyncio.run(run_gateway_chaos(spec, chaos_options, _make_progress(options)))
     print_result(options, report.as_json(), _print_gateway_report)
@@ -196,6 +201,8 @@ def _print_report(report: dict[str, Any]) -> None:
     names = ("rounds", "rollouts", "tokens_checked", "stale_tokens", "wrong_logprobs")
     for name in (*names, "largest_difference", "lost_rollouts", "hangs", "orphans", "seconds"):
         print(f"{name.replace('_', ' ')}: {report[name]}")
+    if report["ended_early"]:
+        print(f"ended early: {report['ended_early']}")
     for line in report["examples"][:5]:
         print(f"  {line}")
 

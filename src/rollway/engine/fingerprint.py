@@ -16,7 +16,14 @@ from typing import Any
 import torch
 
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.checksums import DTYPES, integers, raw_bytes, split_words, word_sum
+from rollway.weights.digest.checksums import (
+    DTYPES,
+    integers,
+    raw_bytes,
+    split_words,
+    word_sum,
+    word_sums,
+)
 
 _LINEAR, _SQUARE = -7046029254386353131, -4658895280553007687  # odd 64-bit constants of splitmix
 _CHUNK = 1 << 16  # stays in a core's cache
@@ -49,6 +56,20 @@ def start_fingerprint(tensor: torch.Tensor, *, words: bool) -> Started:
     if words:
         return _to_signed(word_sum(tensor))
     return _combine([int(total) for total in _sum_elements(tensor, _CHUNK)])
+
+
+def start_fingerprints(tensors: Sequence[tuple[torch.Tensor, bool]]) -> list[Started]:
+    """Start the fingerprints of tensors, each with whether its words are summed. In CPU memory, as
+    many threads sum words as this thread may use."""
+    together = [
+        number for number, (t, words) in enumerate(tensors) if words and t.device.type == "cpu"
+    ]
+    sums = word_sums([tensors[number][0] for number in together], torch.get_num_threads())
+    started: dict[int, Started] = dict(zip(together, map(_to_signed, sums), strict=True))
+    return [
+        started[number] if number in started else start_fingerprint(tensor, words=words)
+        for number, (tensor, words) in enumerate(tensors)
+    ]
 
 
 def sum_on_device(tensor: torch.Tensor, *, words: bool) -> list[torch.Tensor]:
@@ -222,7 +243,7 @@ class Proof:
         self.finish_collecting()
         parameters = _parameters(model)
         readable = {n: group for n, group in self._groups.items() if parameters[n].numel()}
-        started = [start_fingerprint(parameters[n], words=g.words) for n, g in readable.items()]
+        started = start_fingerprints([(parameters[n], g.words) for n, g in readable.items()])
         self._wrong = []
         for (name, group), held in zip(readable.items(), finish_fingerprints(started), strict=True):
             group.held = held

@@ -8,6 +8,7 @@ never allocates from it, because it is used only inside vLLM's own context, on v
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,11 +113,14 @@ def _read_reserve(total: int) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory was not sufficient. torch has several forms of it:
-    on a device, for pinned memory, and for plain memory."""
+    on a device, for pinned memory, and for plain memory; a file that cannot be mapped has its own.
+    """
     if isinstance(error, StagingRefused):
         return False  # it has its figures
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate" in text)
 

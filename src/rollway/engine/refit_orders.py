@@ -16,8 +16,9 @@ import contextlib
 import logging
 import re
 import secrets
+import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 log = logging.getLogger("rollway.guard")
@@ -185,7 +186,7 @@ class RefitOrders:
 
     async def _stage(self, body: dict[str, Any]) -> list[Any]:
         wait, call = _ASK_SECONDS, self._handler.engine_client.collective_rpc
-        async with _notifications() as (socket_name, notifications):
+        with _notifications() as (socket_name, notifications):
             arguments = {name: body[name] for name in ("offer", "allow_cast")}
             ranks = await call("rollway_stage", kwargs={**arguments, "tell": socket_name})
             missing = len(ranks)
@@ -244,21 +245,30 @@ def read_label(handler: Any) -> int | None:
     return label if isinstance(label, int) and not isinstance(label, bool) else None
 
 
-@contextlib.asynccontextmanager
-async def _notifications() -> AsyncIterator[tuple[str, asyncio.Queue[None]]]:
-    """Yield the name of a Unix socket, and a queue with an entry for each connection to it."""
+@contextlib.contextmanager
+def _notifications() -> Iterator[tuple[str, asyncio.Queue[None]]]:
+    """Yield the name of a Unix socket, and a queue with an entry for each connection to it.
+
+    The event loop is told of the socket itself: a server of asyncio takes five turns of the loop
+    until its handler runs, and with many streams each turn takes tens of milliseconds."""
     name = f"rollway/staged/{secrets.token_hex(8)}"
     queue: asyncio.Queue[None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
 
-    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        queue.put_nowait(None)
-        writer.close()
+    def accept() -> None:
+        with contextlib.suppress(BlockingIOError):  # somebody else accepted it
+            server.accept()[0].close()
+            queue.put_nowait(None)
 
-    server = await asyncio.start_unix_server(accept, f"\0{name}")
-    try:
-        yield name, queue
-    finally:
-        server.close()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.setblocking(False)
+        server.bind(f"\0{name}")
+        server.listen()
+        loop.add_reader(server, accept)
+        try:
+            yield name, queue
+        finally:
+            loop.remove_reader(server)
 
 
 class _Clock:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollway.engine.background import share_cores
+from rollway.weights.copies import CopyInThreads
 
 if TYPE_CHECKING:
     from rollway.engine.patching import Served
@@ -119,7 +120,7 @@ class Shadow:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors with vLLM's loader."""
         self.arena.contents = None
-        with torch.no_grad():
+        with torch.no_grad(), CopyInThreads(torch.get_num_threads()):
             self.model.load_weights(tensors)
 
     def prepare(self) -> None:

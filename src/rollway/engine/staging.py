@@ -97,13 +97,13 @@ class Staging:
         why_not = explain_no_swap(incoming.worker)
         host = read_host_memory(offer.nbytes, self.arena.nbytes)
         can_exchange = not why_not and host.holds(offer.nbytes)
-        if incoming.draft is not None:
-            incoming.draft.start(in_place=not can_exchange)
-        if can_exchange:
-            with self._explain_exhaustion():
+        with self._explain_exhaustion():
+            if incoming.draft is not None:
+                incoming.draft.start(in_place=not can_exchange)
+            if can_exchange:
                 self._method = Exchange(incoming, self.arena)
-        else:
-            self._method = InPlace(incoming, self.host)
+            else:
+                self._method = InPlace(incoming, self.host)
         log.info("staging version %d (%s)", offer.version, why_not or "swap")
         device = next(incoming.model.parameters()).device
         self._task = BackgroundTask(f"version {offer.version}", self._run, device)

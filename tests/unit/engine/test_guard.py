@@ -5,6 +5,7 @@ tests/stack has them on real workers, tests/security the signatures."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import os
 import socket
@@ -19,7 +20,7 @@ import pytest
 
 from rollway.engine import guard
 from rollway.engine.guard import STOP_SECONDS, EngineOrders, Guard, install
-from rollway.engine.refit_orders import STAMPS
+from rollway.engine.refit_orders import STAMPS, _notifications
 from rollway.orders import CANCEL, DOOR, MEMORY, REFIT, SLEEP, STAGE, WAKE, sign
 from tests.waiting import stays_async, wait_until_async
 
@@ -368,6 +369,39 @@ async def test_vllm_reads_its_environment_once_when_a_worker_serves(
     assert calls == []  # its engine may still be starting
     endpoint().serve_endpoint(handler.generate)
     assert calls == ["cached"]
+
+
+async def test_a_worker_that_serves_does_not_search_what_it_began_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search of all objects that vLLM brings would stop the event loop for 0.4 s."""
+    handler = Handler()
+    runtime = type("Runtime", (), {"register_engine_route": lambda *_: None})
+    endpoint = type("Endpoint", (), {"serve_endpoint": lambda *_: None})
+    core = SimpleNamespace(DistributedRuntime=runtime, Endpoint=endpoint)
+    monkeypatch.setattr(importlib, "import_module", lambda _: core)
+    install(Guard("secret"))
+    runtime().register_engine_route("set_weight_version", handler.set_weight_version)
+    before = gc.get_freeze_count()
+    try:
+        endpoint().serve_endpoint(handler.generate)
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+
+
+async def test_a_notification_is_taken_in_one_turn_of_the_event_loop() -> None:
+    """A worker with many streams needs tens of milliseconds for each turn."""
+    with _notifications() as (name, notifications):
+        for _ in range(2):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(f"\0{name}")
+            for _ in range(2):
+                await asyncio.sleep(0)  # the loop looks at its sockets, then runs what is due
+            assert notifications.qsize() == 1
+            notifications.get_nowait()
+    with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
+        client.connect(f"\0{name}")
 
 
 def test_a_worker_that_ends_does_not_search_for_garbage(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ matters."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import json
@@ -183,7 +184,12 @@ def test_an_allocation_that_fails_is_a_refusal_with_figures(
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("out of memory")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("out of memory"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),  # of mmap
+    ],
 )
 def test_memory_that_ends_half_way_is_released(
     error: Exception, worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
@@ -323,6 +329,21 @@ def test_experts_are_copied_where_the_backend_uses_them_as_loaded(tmp_path: Path
     assert (report["state"], report["strategy"]) == ("ready", "device"), report["error"]
     assert staging.swap()["reloaded"] == []
     assert is_serving(worker, parameters_of(loaded))
+
+
+def test_a_second_draft_model_that_does_not_fit_is_a_refusal_with_figures(
+    worker: Any, tensors: Tensors
+) -> None:
+    class Draft:
+        def start(self, *, in_place: bool) -> None:
+            refuse_all()
+
+    before = parameters_of(worker.model_runner.get_model())
+    staging = make_staging(worker, FakeReader(tensors))
+    staging.incoming.draft = Draft()
+    with pytest.raises(RuntimeError, match=r"does not hold version 3: .* GB are needed, .* free"):
+        staging.start()
+    assert is_serving(worker, before)
 
 
 class FailingAllocations:

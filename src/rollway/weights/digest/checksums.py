@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollway.errors import UsageError
+from rollway.weights.threads import Team
 
 if TYPE_CHECKING:
     from rollway.weights.digest.gpu import DigestKernel
@@ -40,6 +41,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCK = 1 << 17  # Words of eight bytes that make up one block of a digest: 1 MiB
 _WORTH_THREADS = 16 << 20
 _MAX_THREADS = 8
+_PIECE = 1 << 19  # Words that a thread sums at a time: 4 MiB
 Result = TypeVar("Result")
 _compiling = threading.Lock()
 _kernels: Future[bool] | None = None
@@ -223,11 +225,13 @@ def word_sum(tensor: Tensor) -> int:
     It is computed at the speed of memory; a `digest` would take longer than the copy it verifies.
     """
     words, tail = split_words(raw_bytes(tensor))
-    rest = int.from_bytes(tail.cpu().numpy().tobytes(), "little")
-    if words.device.type == "cpu":
-        # numpy, because torch's threads wait for each other when cores are busy.
-        return (int(words.numpy().sum()) + rest) % (1 << 64)
-    return (int(words.sum()) + rest) % (1 << 64)
+    # numpy, because torch's threads wait for each other when cores are busy.
+    total = words.numpy().sum() if words.device.type == "cpu" else words.sum()
+    return (int(total) + _sum_tail(tail)) % (1 << 64)
+
+
+def _sum_tail(tail: Tensor) -> int:
+    return int.from_bytes(tail.cpu().numpy().tobytes(), "little")
 
 
 def start_word_sum(tensor: Tensor) -> Tensor:
@@ -240,10 +244,12 @@ def start_word_sum(tensor: Tensor) -> Tensor:
     return total
 
 
-def word_sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the word sums of tensors on one device, which the host waits for once."""
+def word_sums(tensors: Sequence[Tensor], threads: int | None = None) -> list[int]:
+    """Return the word sums of tensors on one device, which the host waits for once.
+
+    On a CPU, a number of threads computes them; without that number, all cores do."""
     if not tensors or tensors[0].device.type == "cpu":
-        return map_in_threads(word_sum, tensors)
+        return _sum_words_on_cpu(tensors, threads)
     if uses_triton(tensors[0].device):
         return [checksum.word_sum for checksum in prepare_checksums(tensors)()()]
     return finish_word_sums([start_word_sum(tensor) for tensor in tensors])
@@ -257,15 +263,33 @@ def finish_word_sums(totals: Sequence[Tensor]) -> list[int]:
     return [number % (1 << 64) for number in numbers]
 
 
+def _sum_words_on_cpu(tensors: Sequence[Tensor], threads: int | None) -> list[int]:
+    split = [split_words(raw_bytes(tensor)) for tensor in tensors]
+    pieces = [
+        (number, words.numpy()[start : start + _PIECE])
+        for number, (words, _) in enumerate(split)
+        for start in range(0, words.numel(), _PIECE)
+    ]
+    totals = [_sum_tail(tail) for _, tail in split]
+    is_small = sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS
+    with Team(1 if is_small else threads or _count_threads()) as team:
+        sums = team.map(lambda piece: int(piece[1].sum()), pieces)
+    for (number, _), total in zip(pieces, sums, strict=True):
+        totals[number] += total
+    return [total % (1 << 64) for total in totals]
+
+
+def _count_threads() -> int:
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
 def map_in_threads(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) -> list[Result]:
     """Call `work` for each tensor in CPU memory, in a few threads if the tensors are large.
 
-    `work` must use numpy, which releases the GIL. torch's own threads wait for each other after
-    every operation, which is slow when cores are busy."""
-    if len(tensors) < 2 or sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS:
-        return [work(tensor) for tensor in tensors]
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        return list(threads.map(work, tensors))
+    `work` must use numpy, which releases the GIL."""
+    is_small = sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS
+    with Team(1 if is_small else _count_threads()) as team:
+        return team.map(work, tensors)
 
 
 def _sum_blocks_on_cpu(tensor: Tensor) -> NDArray[np.int64]:

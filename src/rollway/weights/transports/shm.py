@@ -30,9 +30,9 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.device_copies import HostCopier, Pinning
 from rollway.weights.digest.checksums import (
     finish_word_sums,
-    map_in_threads,
     start_word_sum,
     word_sum,
+    word_sums,
 )
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest
 from rollway.weights.transports.base import Publisher, Reader, Source, inspect_source, never
@@ -200,7 +200,7 @@ class ShmPublisher(Publisher):
         slot = self._adopted_slot
         slot.withdraw()
         entries, nbytes = lay_out(self._adopted, _ALIGNMENT)
-        sums = map_in_threads(word_sum, [view_entry(slot.grow(nbytes), entry) for entry in entries])
+        sums = word_sums([view_entry(slot.grow(nbytes), entry) for entry in entries])
         return _announce(slot, version, entries, sums, nbytes)
 
     def _publish_shards(self, version: int, held: Sequence[HeldTensor]) -> Offer:

@@ -1,0 +1,100 @@
+"""Copies and sums in threads give the same bytes and numbers as torch, and end with their call."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from rollway.weights.copies import CopyInThreads
+from rollway.weights.digest.checksums import raw_bytes, word_sum, word_sums
+from rollway.weights.threads import Team
+
+LARGE = 3_000_001  # bfloat16: 6 MB, which are neither whole pieces nor whole words
+
+
+def draw(count: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(-9, 9, (count,), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_team_returns_all_results_in_order(size: int) -> None:
+    with Team(size) as team:
+        assert team.map(lambda number: number * number, range(100)) == [n * n for n in range(100)]
+        assert team.map(lambda number: number, []) == []
+
+
+def test_a_free_thread_does_the_work_of_one_that_is_held_up() -> None:
+    others_done, seen = threading.Event(), []
+
+    def work(number: int) -> None:
+        seen.append(number)
+        if len(seen) == 20:
+            others_done.set()
+        if number == 0:
+            assert others_done.wait(60.0)
+
+    with Team(2) as team:
+        team.map(work, range(20))
+    assert sorted(seen) == list(range(20))
+
+
+def test_an_error_is_raised_after_all_threads_have_stopped() -> None:
+    running: set[int] = set()
+
+    def work(number: int) -> None:
+        running.add(number)
+        try:
+            if number == 3:
+                raise ValueError("damaged")
+        finally:
+            running.discard(number)
+
+    with Team(3) as team, pytest.raises(ValueError, match="damaged"):
+        team.map(work, range(50))
+    assert not running
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_large_copies_are_exact(threads: int) -> None:
+    source, target = draw(LARGE), torch.zeros(LARGE, dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(torch.zeros(2, LARGE, dtype=torch.bfloat16))
+    with torch.no_grad(), CopyInThreads(threads):
+        assert target.copy_(source) is target
+        parameter[1].copy_(source)
+        parameter.data[0].copy_(source)
+    assert torch.equal(target, source) and torch.equal(parameter, torch.stack([source] * 2))
+
+
+def test_other_copies_are_left_to_torch() -> None:
+    """Those with a cast, a broadcast, gaps, an overlap, or a few bytes."""
+    base, small = draw(2 * LARGE), draw(5)
+    cast, wide = torch.empty(LARGE), torch.empty(3, LARGE, dtype=torch.bfloat16)
+    gaps, few = torch.zeros(LARGE, 2, dtype=torch.bfloat16), torch.empty_like(small)
+    moved, expected = base.clone(), base.clone()
+    with CopyInThreads(2):
+        cast.copy_(base[:LARGE])
+        wide.copy_(base[:LARGE])
+        gaps[:, 1].copy_(base[:LARGE])
+        few.copy_(small)
+        moved[LARGE:].copy_(moved[:LARGE])
+    expected[LARGE:] = base[:LARGE]
+    assert torch.equal(cast, base[:LARGE].float()) and torch.equal(few, small)
+    assert all(torch.equal(row, base[:LARGE]) for row in wide)
+    assert torch.equal(gaps[:, 1], base[:LARGE]) and not gaps[:, 0].any()
+    assert torch.equal(moved, expected)
+
+
+@pytest.mark.parametrize("threads", [None, 1, 3])
+def test_sums_in_threads_are_those_of_one(threads: int | None) -> None:
+    tensors = [draw(4 * LARGE), draw(3), draw(0), draw(LARGE, torch.float32), draw(LARGE)[3:]]
+    assert word_sums(tensors, threads) == [word_sum(tensor) for tensor in tensors]
+
+
+def test_a_damaged_byte_changes_the_sum() -> None:
+    tensor = draw(4 * LARGE)
+    (before,) = word_sums([tensor], 2)
+    raw_bytes(tensor)[-1] += 1
+    assert word_sums([tensor], 2) != [before]
