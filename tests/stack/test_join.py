@@ -12,11 +12,10 @@ import pytest
 
 import rollway
 from rollway.errors import SpecError
-from rollway.stack.state import StackDir
 from tests.conftest import Footprint
 from tests.light.spec import light
 from tests.stack.policies import Policy
-from tests.stack.serving import SHORT, TOLERANCE, worst
+from tests.stack.serving import SHORT, TOLERANCE, read_state, worst
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,14 +53,12 @@ def test_workers_of_two_supervisors_are_one_fleet(
         with rollway.up(joiner(base_model, "second", first, **where)) as second:
             assert second.frontend_url == first.frontend_url
             assert len(first.fleet.workers()) == 2
-            mine = StackDir("second").read()
-            assert mine is not None
-            (worker,) = mine.processes
+            (worker,) = read_state("second").processes
             assert worker.role == "worker"
             assert second.weights_secret == first.weights_secret
 
             report = first.refit(1, policies[1].path)
-            assert [one.state for one in report.workers] == ["serving"] * 2
+            assert [refitted.state for refitted in report.workers] == ["serving"] * 2
             group = first.rollouts().generate(PROMPT, SHORT, n=8)
             assert {rollout.weight_version for rollout in group} == {1}
             assert worst(policies[1], group) < TOLERANCE
@@ -69,9 +66,12 @@ def test_workers_of_two_supervisors_are_one_fleet(
             # Its own supervisor starts it again, and who refitted brings it up to date.
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)
-            wait_until(lambda: StackDir("second").read().processes[0].restarts == 1)  # type: ignore[union-attr]
+            wait_until(lambda: read_state("second").processes[0].restarts == 1)
             wait_until(lambda: serving(first, 1) == 2)
-        wait_until(lambda: len(first.fleet.workers()) == 1)
+            (worker,) = read_state("second").processes
+        # Only this one: etcd lists the one that was killed until its lease of 30 s ends.
+        wait_until(lambda: worker.instance not in {w.instance_id for w in first.fleet.workers()})
+        assert serving(first, 1) == 1
         assert worst(policies[1], first.rollouts().generate(PROMPT, SHORT, n=2)) < TOLERANCE
     assert footprint.settle() == {}
 

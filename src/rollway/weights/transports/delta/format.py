@@ -272,17 +272,18 @@ def decode(data: Buffer) -> Encoded:
     view = memoryview(data)
     length = int.from_bytes(view[4:_PREFIX_BYTES], "little")
     if bytes(view[:4]) != _MAGIC or length > min(_MAX_HEADER_BYTES, len(view) - _PREFIX_BYTES):
-        raise damaged("These bytes are not a packed change of a tensor.")
+        raise make_damage_error("These bytes are not a packed change of a tensor.")
     payload = view[_PREFIX_BYTES + length :]
     try:
         header = msgspec.msgpack.decode(view[_PREFIX_BYTES : _PREFIX_BYTES + length], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise damaged(f"The header of a change cannot be read ({error}).") from error
+        raise make_damage_error(f"The header of a change cannot be read ({error}).") from error
     _check_header(header, len(payload))
     return Encoded(header, payload[: header.places_bytes], payload[header.places_bytes :])
 
 
-def damaged(message: str) -> WeightsError:
+def make_damage_error(message: str) -> WeightsError:
+    """Return an error that asks to read a change again."""
     return WeightsError(message, "It was damaged in transit, or is being written; read it again.")
 
 
@@ -308,4 +309,4 @@ def _check_header(header: Header, payload_bytes: int) -> None:
             and (header.places == "none" or 0 < header.value_planes <= header.element_bytes)
         )
     if not is_consistent:
-        raise damaged("The header of a change contradicts itself.")
+        raise make_damage_error("The header of a change contradicts itself.")

@@ -22,7 +22,7 @@ from rollway.weights.digest.checksums import (
     integers,
     raw_bytes,
 )
-from rollway.weights.transports.delta.format import Encoded, Header, damaged
+from rollway.weights.transports.delta.format import Encoded, Header, make_damage_error
 from rollway.weights.transports.delta.unpacking import add_bits, decompress, unpack
 
 _FEW_CHANGED = 0.02
@@ -123,7 +123,7 @@ def _apply_change(encoded: Encoded, base: Tensor, bits: Tensor) -> tuple[Tensor 
             f"{header.name} is not of version {header.base}, which the change applies to.",
             "Apply the versions in order, or start from a snapshot.",
         )
-    raise damaged(f"{header.name} does not match its checksum after the change.")
+    raise make_damage_error(f"{header.name} does not match its checksum after the change.")
 
 
 def _write(bits: Tensor, positions: Tensor | None, values: Tensor) -> None:

@@ -27,7 +27,7 @@ from rollway.weights.device_copies import join_on_device
 from rollway.weights.digest.changes import ESCAPE
 from rollway.weights.digest.checksums import digest
 from rollway.weights.transports.base import ChangedElements
-from rollway.weights.transports.delta.format import Encoded, Header, damaged
+from rollway.weights.transports.delta.format import Encoded, Header, make_damage_error
 from rollway.weights.transports.delta.packing import count_threads
 from rollway.weights.transports.delta.store import Buffer
 
@@ -109,9 +109,9 @@ def _check(streams: Streams) -> Streams:
     """Return the streams; raise if values are missing or a whole tensor is not what was sent."""
     header = streams.header
     if streams.values.numel() != _limit_sizes(header)[1]:
-        raise damaged(f"Values of {header.name} are missing.")
+        raise make_damage_error(f"Values of {header.name} are missing.")
     if header.places == "whole" and digest(streams.values) != header.digest:
-        raise damaged(f"{header.name} does not match its checksum.")
+        raise make_damage_error(f"{header.name} does not match its checksum.")
     return streams
 
 
@@ -119,14 +119,16 @@ def _read_size(header: Header, frame: Buffer, at_most: int) -> int:
     try:
         size = zstandard.get_frame_parameters(frame).content_size
     except zstandard.ZstdError as error:
-        raise damaged(f"A change of {header.name} cannot be decompressed ({error}).") from error
+        raise make_damage_error(
+            f"A change of {header.name} cannot be decompressed ({error})."
+        ) from error
     if not 0 < size <= at_most:
         raise _make_size_error(header)
     return int(size)
 
 
 def _make_size_error(header: Header) -> WeightsError:
-    return damaged(f"A change of {header.name} has a wrong size inside.")
+    return make_damage_error(f"A change of {header.name} has a wrong size inside.")
 
 
 def _decompress(
@@ -140,7 +142,7 @@ def _decompress(
         )
     except zstandard.ZstdError as error:
         which = f"A change of {names[0]}" if len(set(names)) == 1 else "A change"
-        raise damaged(f"{which} cannot be decompressed ({error}).") from error
+        raise make_damage_error(f"{which} cannot be decompressed ({error}).") from error
     with warnings.catch_warnings():
         # zstd's memory is read-only, of which torch warns. Nothing writes to these tensors.
         warnings.simplefilter("ignore")
@@ -209,7 +211,7 @@ def _unpack_places(streams: Streams, device: torch.device) -> Tensor | None:
         marks = streams.places.to(device).view(-1, 1) >> lanes & 1
         positions = torch.nonzero(marks.view(-1)).view(-1)
     if positions.numel() != header.count or int(positions[-1]) >= header.elements:
-        raise damaged(f"The positions in a change of {header.name} are wrong.")
+        raise make_damage_error(f"The positions in a change of {header.name} are wrong.")
     return positions
 
 
@@ -301,7 +303,7 @@ def _find_positions(batch: Sequence[Streams], stream: Tensor, ends: list[int]) -
     at = torch.nonzero(stream != ESCAPE).view(-1)
     byte_ends = torch.tensor(lengths, device=device)
     if torch.searchsorted(at, byte_ends).tolist() != ends[1:]:
-        raise damaged(f"The positions in a change of {batch[0].name} or later are wrong.")
+        raise make_damage_error(f"The positions in a change of {batch[0].name} or later are wrong.")
     sums = stream.cumsum(0, dtype=torch.int64)
     # Before a changed element are the gaps so far, and the changed elements so far.
     positions = sums.index_select(0, at)
@@ -313,5 +315,5 @@ def _find_positions(batch: Sequence[Streams], stream: Tensor, ends: list[int]) -
     lasts = positions.index_select(0, counts.cumsum(0) - 1).tolist()
     for change, last in zip(batch, lasts, strict=True):
         if last >= change.header.elements:
-            raise damaged(f"The positions in a change of {change.name} are wrong.")
+            raise make_damage_error(f"The positions in a change of {change.name} are wrong.")
     return positions
