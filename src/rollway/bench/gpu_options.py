@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def describe_stack(options: Options, path: Path, *, on_gpu: bool) -> StackSpec:
 
 
 def run_command(options: argparse.Namespace, say: Say) -> tuple[int, dict[str, Any]]:
-    """Run the benchmark; return the exit code and the figures, also after Ctrl-C."""
+    """Run the benchmark; return the exit code and the figures, also after Ctrl-C or SIGTERM."""
     if min(options.rollouts, options.tokens, options.repeat, options.steps) < 1:
         raise UsageError(
             "--rollouts, --tokens, --repeat and --steps must be positive.",
@@ -85,10 +86,14 @@ def run_command(options: argparse.Namespace, say: Say) -> tuple[int, dict[str, A
 
     bench = GpuEngineBench(Options(**values), say)
     code = 0
+    # A machine that is lent for a time ends commands by SIGTERM: they still print what they have.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         asyncio.run(bench.run())
     except KeyboardInterrupt:
         bench.figures["is_interrupted"], code = True, 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return (code or (1 if bench.failed else 0)), bench.as_json()
 
 

@@ -142,8 +142,9 @@ async def measure_by_turns(bench: GpuEngineBench) -> dict[str, Any]:
             row["ratio"] = row["rollouts"] / row["offline"]
             rows.append(row)
             bench.say(f"by-turns: {json.dumps(round_floats(row, '.4g'))}, {length} tokens each")
-    ratios = [row["ratio"] for row in rows[1:]]
-    return {"offline_start_seconds": seconds, "ratio": median(ratios), "rounds": rows[1:]}
+            # The first round warms up. The others are kept also if the run is interrupted.
+            bench.figures["by-turns"] = {"offline_start_seconds": seconds, "rounds": rows[1:]}
+    return {"ratio": median(row["ratio"] for row in rows[1:]), **bench.figures["by-turns"]}
 
 
 _WAITS = {

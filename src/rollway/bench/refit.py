@@ -98,7 +98,7 @@ class RefitFigures:
     read_gb_per_s: float = 0.0
     """The speed of one thread that only reads and sums."""
     memcpy_ratio_limit: float = 0.0
-    """What `ratio_to_memcpy` can be if a checksum reads all bytes once before they are copied."""
+    """What `ratio_to_memcpy` can be with one thread: a checksum reads all bytes before the copy."""
     transports: dict[str, TransportFigures] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -187,14 +189,23 @@ def make_arguments(**values: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**defaults, **values})
 
 
-def test_an_interrupt_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     async def run(self: GpuEngineBench) -> None:
         self.figures["limits"] = {"gigabytes": 1.0}
-        raise KeyboardInterrupt
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.Event().wait()
+        finally:
+            self.figures["stopped"] = True  # as the stack is
 
     monkeypatch.setattr(GpuEngineBench, "run", run)
+    before = signal.getsignal(signal.SIGTERM)
     code, figures = gpu_options.run_command(make_arguments(), lambda _: None)
     assert code == 130 and figures["is_interrupted"] and figures["limits"] == {"gigabytes": 1.0}
+    assert figures["stopped"] and signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(

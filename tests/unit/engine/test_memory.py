@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from rollway.engine.fingerprint import fingerprint, finish_fingerprints, sum_on_
 from rollway.engine.memory import HostBuffers, StagedTensors
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Slices
+from tests.waiting import wait_until
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
@@ -130,3 +134,30 @@ def test_an_error_keeps_no_memory() -> None:
 def test_the_cpu_has_no_streams() -> None:
     with use_own_stream(CPU):
         pass
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_released_buffers_are_returned_to_their_own_device(
+    wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU is simulated. Torch would keep the memory for itself, and a trainer beside it waits."""
+    emptied: list[torch.device] = []
+    current: list[torch.device] = [torch.device("cuda", 0)]
+
+    @contextlib.contextmanager
+    def use(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", use)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(current[-1]))
+    buffer = torch.empty(100, dtype=torch.uint8)
+    lives = weakref.ref(buffer)
+    staged = StagedTensors(torch.device("cuda", 1), _buffers=[buffer], views={"w": buffer[:8]})
+    del buffer
+    staged.release(wait=wait)
+    wait_until(lambda: emptied, 30.0)
+    assert emptied == [torch.device("cuda", 1)] and lives() is None and staged.views == {}
+    staged.release(wait=True)  # nothing is left to return
+    assert len(emptied) == 1
