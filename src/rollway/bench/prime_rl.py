@@ -63,12 +63,12 @@ class Load:
     episodes: int
     in_flight: int
     rounds: int
+    max_tokens: int = 64
+    """Of each turn. Shorter turns are more requests for the same work of the engines."""
 
 
-LOADS = (Load("single", 4, 1, 9), Load("64", 128, 64, 7), Load("512", 512, 512, 3))
-EPISODE = {"prompt_tokens": 128, "max_tokens": 64, "turns": 2}
-
-
+LOADS = (Load("single", 4, 1, 9), Load("64", 128, 64, 7), Load("512", 512, 512, 3, max_tokens=32))
+EPISODE = {"prompt_tokens": 128, "turns": 2}
 PARTS = (*(load.name for load in LOADS), "controller", "pause", "broadcast")
 
 
@@ -200,6 +200,7 @@ def list_runs(loads: Sequence[Load] = LOADS) -> list[dict[str, Any]]:
             "round": number,
             "episodes": load.episodes,
             "in_flight": load.in_flight,
+            "max_tokens": load.max_tokens,
         }
         for load in loads
         for number in range(load.rounds + 1)
