@@ -45,6 +45,8 @@ from rollway.weights.transports.files import read_tensors
 
 SOURCE = "ROLLWAY_PRIME_RL_SRC"
 """Environment variable: a checkout of prime-rl, which is not on a package index."""
+VERIFIERS = "ROLLWAY_VERIFIERS_SRC"
+"""Environment variable: a checkout of the verifiers of its time; its submodule without it."""
 LIMITS = {
     "single": 0.85, "64": 0.9, "512": 0.9, "controller": 1.0, "pause": 0.25, "broadcast": 0.8,
 }  # fmt: skip
@@ -226,7 +228,10 @@ def _measure_controller(job: _Job, say: Say) -> dict[str, Any]:
         return {"skipped": f"{SOURCE} names no checkout of prime-rl"}
     job = replace(job, python=_find_source_python(job.python))
     urls = {"rollway": job.server, "dynamo": job.frontend}
-    path = os.pathsep.join([f"{source}/src", f"{source}/packages/prime-rl-configs/src"])
+    # Its own verifiers, beside it: the environment of a checkout has none.
+    verifiers = os.environ.get(VERIFIERS) or f"{source}/deps/verifiers"
+    parts = f"{source}/src", f"{source}/packages/prime-rl-configs/src", verifiers
+    path = os.pathsep.join(parts)
     lines = list(job.run("controller", {"urls": urls, "seq_len": 2048}, PYTHONPATH=path))
     allowed = {line["arm"]: line["allowed"] for line in lines}
     maximum = lines[0]["maximum"]
