@@ -74,8 +74,8 @@ class Http:
     ) -> Any:
         return await self._call("GET", url, None, headers, timeout, retry)
 
-    async def get_text(self, url: str, *, timeout: float) -> str:
-        return (await self._attempt("GET", url, None, None, timeout)).decode(errors="replace")
+    async def get_text(self, url: str, *, timeout: float, headers: Headers = None) -> str:
+        return (await self._attempt("GET", url, None, headers, timeout)).decode(errors="replace")
 
     async def post(
         self, url: str, body: Any, *, timeout: float, retry: Retry = ONCE, headers: Headers = None

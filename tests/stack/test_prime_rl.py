@@ -134,7 +134,7 @@ def test_refusals_are_4xx_and_nothing_changes(
     for body, reason in (
         ({"weight_dir": str(half)}, "lacks weight files"),
         ({"weight_dir": str(outside)}, "outside the allowed checkpoint roots"),
-        ({"weight_dir": str(shaped)}, "shape"),
+        ({"weight_dir": str(shaped)}, "does not fit the model that is served"),
         ({"weight_dir": "../../etc"}, "outside the allowed checkpoint roots"),
         ({"weight_dir": None}, "weight_dir is missing"),
     ):

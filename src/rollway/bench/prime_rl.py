@@ -45,6 +45,8 @@ from rollway.weights.transports.files import read_tensors
 
 SOURCE = "ROLLWAY_PRIME_RL_SRC"
 """Environment variable: a checkout of prime-rl, which is not on a package index."""
+VERIFIERS = "ROLLWAY_VERIFIERS_SRC"
+"""Environment variable: a checkout of the verifiers of its time; its submodule without it."""
 LIMITS = {
     "single": 0.85, "64": 0.9, "512": 0.9, "controller": 1.0, "pause": 0.25, "broadcast": 0.8,
 }  # fmt: skip
@@ -63,12 +65,12 @@ class Load:
     episodes: int
     in_flight: int
     rounds: int
+    max_tokens: int = 64
+    """Of each turn. Shorter turns are more requests for the same work of the engines."""
 
 
-LOADS = (Load("single", 4, 1, 9), Load("64", 128, 64, 7), Load("512", 512, 512, 3))
-EPISODE = {"prompt_tokens": 128, "max_tokens": 64, "turns": 2}
-
-
+LOADS = (Load("single", 4, 1, 9), Load("64", 128, 64, 7), Load("512", 512, 512, 3, max_tokens=32))
+EPISODE = {"prompt_tokens": 128, "turns": 2}
 PARTS = (*(load.name for load in LOADS), "controller", "pause", "broadcast")
 
 
@@ -200,6 +202,7 @@ def list_runs(loads: Sequence[Load] = LOADS) -> list[dict[str, Any]]:
             "round": number,
             "episodes": load.episodes,
             "in_flight": load.in_flight,
+            "max_tokens": load.max_tokens,
         }
         for load in loads
         for number in range(load.rounds + 1)
@@ -225,7 +228,10 @@ def _measure_controller(job: _Job, say: Say) -> dict[str, Any]:
         return {"skipped": f"{SOURCE} names no checkout of prime-rl"}
     job = replace(job, python=_find_source_python(job.python))
     urls = {"rollway": job.server, "dynamo": job.frontend}
-    path = os.pathsep.join([f"{source}/src", f"{source}/packages/prime-rl-configs/src"])
+    # Its own verifiers, beside it: the environment of a checkout has none.
+    verifiers = os.environ.get(VERIFIERS) or f"{source}/deps/verifiers"
+    parts = f"{source}/src", f"{source}/packages/prime-rl-configs/src", verifiers
+    path = os.pathsep.join(parts)
     lines = list(job.run("controller", {"urls": urls, "seq_len": 2048}, PYTHONPATH=path))
     allowed = {line["arm"]: line["allowed"] for line in lines}
     maximum = lines[0]["maximum"]

@@ -55,7 +55,8 @@ async def _time_run(
 
     async def play(number: int) -> int:
         async with slots:
-            return await _play_episode(client, renderer, job, f"{run['name']}-{number}", rng)
+            session = f"{run['name']}-{number}"
+            return await _play_episode(client, renderer, job, run["max_tokens"], session, rng)
 
     began = time.perf_counter()
     counts = await asyncio.gather(*(play(number) for number in range(run["episodes"])))
@@ -63,13 +64,12 @@ async def _time_run(
 
 
 async def _play_episode(
-    client: Any, renderer: Any, job: dict[str, Any], session: str, rng: random.Random
+    client: Any, renderer: Any, job: dict[str, Any], count: int, session: str, rng: random.Random
 ) -> int:
-    """Sample the turns of an episode, each from the ids of those before it."""
+    """Sample the turns of an episode, each from the ids of those before it. Each has `count`
+    tokens, whatever is sampled: both arms do the same work."""
     from renderers.client import generate
 
-    # As many tokens as asked for, whatever is sampled: both arms do the same work.
-    count = job["max_tokens"]
     prompt, sampled = _draw(rng, job["prompt_tokens"]), 0
     for _ in range(job["turns"]):
         answer = await generate(

@@ -41,14 +41,19 @@ def serve(options: argparse.Namespace) -> int:
 
 def config(options: argparse.Namespace) -> int:
     """Print the part of prime-rl's config that names a running server."""
-    from rollway.integrations.prime_rl.check import make_toml
+    from rollway.integrations.prime_rl.check import check_answers, make_toml, read_key
 
     url = f"{options.url.rstrip('/').removesuffix('/v1')}/v1"
     admin = f"{(options.admin_url or url).rstrip('/').removesuffix('/v1')}/v1"
 
     async def read_model() -> str:
         async with Http() as http:
-            answer = await http.get(f"{url}/models", timeout=10.0)
+            headers = read_key({})
+            answer = await http.get(f"{url}/models", timeout=10.0, headers=headers)
+            path = f"{admin.removesuffix('/v1')}/health"
+            health = await http.get(path, timeout=10.0, headers=headers)
+        for problem in check_answers(health, admin, "--admin-url", "admin"):
+            raise UsageError(problem.cause, "Add --admin-url, with the address that serve printed.")
         return str(answer["data"][0]["id"])
 
     model = asyncio.run(read_model())

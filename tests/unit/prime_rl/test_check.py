@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from rollway.cli import main
 from rollway.errors import UsageError
 from rollway.integrations.prime_rl.check import (
     Generation,
@@ -115,3 +117,39 @@ async def test_addresses_are_asked_for_their_series() -> None:
         assert problem.key == "model.name" and "only policy" in problem.cause
     (problem,) = await find_remote_problems(config)
     assert "prime-rl serve" in problem.fix
+
+
+async def test_an_address_that_answers_other_calls_alone_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`serve --admin-port` has an address for rollouts and one for admin calls."""
+    planes = {"rollouts": "rollouts", "admin": "admin"}
+    keys: set[str | None] = set()
+    monkeypatch.setenv("VLLM_API_KEY", "operator")
+
+    def make_app(plane: str) -> web.Application:
+        async def answer(request: web.Request) -> web.Response:
+            keys.add(request.headers.get("Authorization"))
+            if request.path == "/metrics":
+                return web.Response(text="vllm:num_requests_running 0\n")
+            return web.json_response({"answers": planes[plane], "data": [{"id": "policy"}]})
+
+        app = web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        return app
+
+    async with TestServer(make_app("rollouts")) as rollouts, TestServer(make_app("admin")) as admin:
+        url, admin_url = str(rollouts.make_url("/v1")), str(admin.make_url("/v1"))
+        right = {"client": {"base_url": url, "admin_base_url": [admin_url]}}
+        assert await find_remote_problems(right) == []
+        (problem,) = await find_remote_problems({"client": {"base_url": url}})
+        assert "rollouts alone" in problem.cause and problem.key == "client.admin_base_url"
+        crossed = {"client": {"base_url": admin_url, "admin_base_url": [admin_url]}}
+        (problem,) = await find_remote_problems(crossed)
+        assert "admin calls alone" in problem.cause and problem.key == "client.base_url"
+        config = ["prime-rl", "config", url]
+        assert await asyncio.to_thread(main, config) == 2
+        assert "--admin-url" in capsys.readouterr().err
+        assert await asyncio.to_thread(main, [*config, "--admin-url", admin_url]) == 0
+        assert admin_url in capsys.readouterr().out
+    assert keys == {"Bearer operator"}

@@ -6,6 +6,7 @@ wrong for this server shows much later, as a run with one episode in flight or w
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ _CLIENT_TABLES = (
 _OFF_POLICY_STEPS = 8  # prime-rl's default of max_off_policy_steps
 _SHARED_PORT = 8001
 _PROBE_SECONDS = 5.0
+_START_FIX = "Start `rollway prime-rl serve`, and use the addresses that it prints."
+Plane = Literal["rollouts", "admin"]
+_CALLS = {"rollouts": "rollouts", "admin": "admin calls"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +73,57 @@ def find_problems(config: Mapping[str, Any]) -> list[Problem]:
 async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
     """Ask the addresses in a config; return what they lack."""
     client, name = _find_client(config)
+    headers = read_key(client)
     problems = []
     async with Http() as http:
-        for url in _list_urls(client.get("admin_base_url") or client.get("base_url")):
+
+        async def ask(path: str) -> Any:
+            return await http.get(path, timeout=_PROBE_SECONDS, retry=ONCE, headers=headers)
+
+        rollouts, admin = (
+            _list_urls(client.get("base_url")),
+            _list_urls(client.get("admin_base_url")),
+        )
+        for url in admin or rollouts:
             base = url.rstrip("/").removesuffix("/v1")
             key = f"{name}.admin_base_url"
             try:
-                await http.get(f"{base}/health", timeout=_PROBE_SECONDS, retry=ONCE)
-                page = await http.get_text(f"{base}/metrics", timeout=_PROBE_SECONDS)
-                listing = await http.get(f"{base}/v1/models", timeout=_PROBE_SECONDS, retry=ONCE)
+                problems += check_answers(await ask(f"{base}/health"), url, key, "admin")
+                page = await http.get_text(
+                    f"{base}/metrics", timeout=_PROBE_SECONDS, headers=headers
+                )
+                listing = await ask(f"{base}/v1/models")
             except RollwayError as error:
-                fix = "Start `rollway prime-rl serve`, and use the addresses that it prints."
-                problems.append(Problem(key, error.message, fix))
+                problems.append(Problem(key, error.message, _START_FIX))
                 continue
             if "vllm:" not in page:
                 cause = f"{base}/metrics has no vllm:* series, so one episode stays in flight."
                 fix = "Use the server's address, not a frontend's; are its workers vLLM's?"
                 problems.append(Problem(key, cause, fix))
             problems += _check_model(config, client, [m["id"] for m in listing["data"]])
+        for url in rollouts if admin else []:
+            try:
+                health = await ask(f"{url.rstrip('/').removesuffix('/v1')}/health")
+            except RollwayError as error:
+                problems.append(Problem(f"{name}.base_url", error.message, _START_FIX))
+            else:
+                problems += check_answers(health, url, f"{name}.base_url", "rollouts")
     return problems
+
+
+def read_key(client: Mapping[str, Any]) -> dict[str, str]:
+    """Return the headers with the token that prime-rl would send, if there is one."""
+    token = os.environ.get(str(client.get("api_key_var", "VLLM_API_KEY")), "EMPTY")
+    return {} if token == "EMPTY" else {"Authorization": f"Bearer {token}"}
+
+
+def check_answers(health: Any, url: str, key: str, wanted: Plane) -> Iterator[Problem]:
+    """Yield a problem if the server at an address says that it answers other calls alone: with
+    --admin-port, rollouts and admin calls have an address each."""
+    answers = health.get("answers", "both") if isinstance(health, dict) else "both"
+    if answers not in ("both", wanted):
+        cause = f"{url} answers {_CALLS[answers]} alone, and {_CALLS[wanted]} with 404."
+        yield Problem(key, cause, f"Use the server's address for {_CALLS[wanted]}.")
 
 
 def _check_model(

@@ -213,7 +213,8 @@ class PrimeRl:
         answering = await self._list_answering()
         if not answering:
             raise Refused(503, "No worker answers yet.", kind="starting")
-        return json_response({"status": "ok", "model": self.model, "workers": len(answering)})
+        state = {"status": "ok", "model": self.model, "workers": len(answering)}
+        return json_response({**state, "answers": self.plane})
 
     async def liveness(self, request: web.Request) -> web.Response:
         """Answer 200 while an engine responds, in prime-rl's own words."""
