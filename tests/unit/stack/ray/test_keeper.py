@@ -36,7 +36,8 @@ class Machine:
             ray.util, "list_named_actors", lambda all_namespaces: [{"name": n} for n in self.names]
         )
 
-    def _start(self, spec: Any, progress: Callable[[Any], None]) -> Any:
+    def _start(self, spec: Any, progress: Callable[[Any], None], *, as_grandchild: bool) -> Any:
+        assert as_grandchild  # Ray kills the children of an actor that it ends
         while not self.ready.wait(0.01):
             progress(None)
         self.log.append(f"start {spec.name}")
