@@ -109,8 +109,8 @@ async def all_serve(count: int, version: int) -> bool:
 
 
 REPLICAS: list[DynamoReplica] = []
-"""As verl keeps them. The pool lives as long as the replica that created it, and which of them comes
-first is a matter of chance; the handles of the others do not hold it."""
+"""As verl keeps them. The pool lives as long as the replica that created it, and which of them is
+first is a matter of chance. The handles of the others do not hold it."""
 
 
 async def start(model: Path, directory: Path, ranks: int, seen: dict[str, Any]) -> Any:
@@ -173,7 +173,8 @@ async def run_two_replicas(model: Path, directory: Path) -> dict[str, Any]:
     seen["step_without_it"] = (await generate(pool)).extra_fields["global_steps"]
     await healing
 
-    os.kill(_parent(second.supervisor_pid), signal.SIGKILL)
+    # Between the Keeper and its supervisor is a shell.
+    os.kill(_parent(_parent(second.supervisor_pid)), signal.SIGKILL)
     began = time.monotonic()
 
     async def fails() -> bool:
