@@ -9,6 +9,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import rollway
+from rollway.stack.ray import cluster as names
 from rollway.stack.ray import launcher
 from tests.conftest import Footprint
 from tests.ray.clusters import list_left, on_ray
@@ -83,5 +84,25 @@ def test_prefill_and_decode_are_apart_on_two_nodes(
             prompt = [*range(40, 100), version]
             group = stack.rollouts().generate(prompt, SHORT, n=8)
             assert worst(policies[version], group) < TOLERANCE
+    assert list_left() == {}
+    assert footprint.settle() == {}
+
+
+def test_two_models_of_mixed_sizes_share_the_nodes(
+    two_nodes: Cluster, base_model: Path, policies: list[Policy], footprint: Footprint
+) -> None:
+    """A replica of two ranks takes a node; two small ones take the other."""
+    spec = on_ray(base_model, "mixed", 2)
+    (small,) = spec["models"]
+    spec["models"] = [{**small, "name": "wide", "replicas": 1, "tensor_parallel": 2}, small]
+    with rollway.up(spec) as stack:
+        assert count_keepers("mixed") == 2
+        assert len(names.list_groups()) == 4  # the services, and three replicas
+        assert sum(node.gpus for node in names.read_nodes()) == 0
+        for number, model in enumerate(("wide", "tiny")):
+            policy = policies[number + 1]
+            assert stack.refit(1, policy.path, model=model).serving == number + 1
+            group = stack.rollouts(model).generate([*range(40, 100), number], SHORT, n=4)
+            assert worst(policy, group) < TOLERANCE
     assert list_left() == {}
     assert footprint.settle() == {}

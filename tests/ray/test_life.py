@@ -153,6 +153,22 @@ def test_killed_heads_and_keepers_leave_nothing(
     assert settle() == {}
     assert footprint.settle() == {}
 
+    # All of them at once, by Ray, which kills the children of such actors, too. The owner's stop
+    # frees the groups.
+    running = launcher.start(_parse(on_ray(base_model, "headless", 4)))
+    prefix = names.get_part_name(running.state.run_id, "node-")
+    keepers = [
+        ray.get_actor(entry["name"], namespace=entry["namespace"])
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["name"].startswith(prefix)
+    ]
+    assert len(keepers) == 2
+    for actor in (running.access.head, *keepers):
+        ray.kill(actor)
+    assert footprint.settle() == {}
+    running.stop()
+    assert list_left() == {}
+
 
 def test_a_killed_keeper_is_replaced_and_its_workers_are_refitted(
     two_nodes: Cluster, base_model: Path, policies: list[Policy], footprint: Footprint

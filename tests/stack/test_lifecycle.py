@@ -159,6 +159,23 @@ def owner_of_a_stack(base_model: Path, name: str = "t") -> subprocess.Popen[str]
     return owner
 
 
+def test_a_supervisor_outlives_the_shell_between_it_and_its_owner(
+    base_model: Path, footprint: Footprint
+) -> None:
+    """Ray kills the children of an actor that it ends; the lifeline must end the stack."""
+    spec = mocker_spec(base_model, "grandchild")
+    stacks = [local.start(spec, as_grandchild=True)]
+    stacks[0].stop()
+    assert stacks[0]._supervisor.returncode == 0
+    stacks.append(local.start(spec, as_grandchild=True))
+    stacks[1]._supervisor.kill()
+    stacks[1]._supervisor.wait()
+    assert stacks[1].state.supervisor.alive
+    os.close(stacks[1]._lifeline)
+    wait_until(lambda: not stacks[1].state.supervisor.alive, 30)
+    assert footprint.settle() == {}
+
+
 def test_killing_the_owner_ends_the_stack(base_model: Path, footprint: Footprint) -> None:
     owner = owner_of_a_stack(base_model)
     owner.kill()

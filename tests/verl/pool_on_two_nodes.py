@@ -108,6 +108,11 @@ async def all_serve(count: int, version: int) -> bool:
         return list(versions.values()) == [version] * count
 
 
+REPLICAS: list[DynamoReplica] = []
+"""As verl keeps them. The pool lives as long as the replica that created it, and which of them is
+first is a matter of chance. The handles of the others do not hold it."""
+
+
 async def start(model: Path, directory: Path, ranks: int, seen: dict[str, Any]) -> Any:
     """Start the pool as verl would, and return it."""
     group = SimpleNamespace(workers=[Trainer.remote() for _ in range(2)], world_size=2)
@@ -121,6 +126,7 @@ async def start(model: Path, directory: Path, ranks: int, seen: dict[str, Any]) 
     seen["start_seconds"] = round(time.monotonic() - began, 1)
     seen["addresses"] = [replica.server_address for replica in replicas]
     seen["roles"] = [[process.role for process in part.processes] for part in read_parts()]
+    REPLICAS.extend(replicas)
     return replicas[0].server_handle
 
 
@@ -167,7 +173,8 @@ async def run_two_replicas(model: Path, directory: Path) -> dict[str, Any]:
     seen["step_without_it"] = (await generate(pool)).extra_fields["global_steps"]
     await healing
 
-    os.kill(_parent(second.supervisor_pid), signal.SIGKILL)
+    # Between the Keeper and its supervisor is a shell.
+    os.kill(_parent(_parent(second.supervisor_pid)), signal.SIGKILL)
     began = time.monotonic()
 
     async def fails() -> bool:

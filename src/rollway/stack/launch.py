@@ -21,10 +21,23 @@ from rollway.stack.state import StackDir, StackState
 NAME_IN_USE = 3
 """The exit status of a supervisor whose name another supervisor has locked."""
 _POLL_SECONDS = 0.1
+_GRANDCHILD = """
+trap 'kill -TERM $child 2>/dev/null' TERM
+exec 3<&0
+"$@" <&3 3<&- & child=$!
+exec 0<&- 3<&-
+while wait $child; status=$?; kill -0 $child 2>/dev/null; do :; done
+exit $status
+"""
+"""Runs a supervisor as the child of a shell, which passes SIGTERM and the exit status on. (A trap
+interrupts `wait`. A shell gives background jobs no stdin, unless they are told.)"""
 
 
-def spawn_supervisor(spec: StackSpec, directory: StackDir) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a supervisor in its own session; return it with our end of the lifeline."""
+def spawn_supervisor(
+    spec: StackSpec, directory: StackDir, *, as_grandchild: bool = False
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a supervisor in its own session; return it, or the shell that it is a child of, with
+    our end of the lifeline."""
     # The supervisor must import this very package. PYTHONPATH would do it, but the workers would
     # inherit it, and they may belong to another environment.
     source = str(Path(__file__).parents[2])
@@ -35,8 +48,9 @@ def spawn_supervisor(spec: StackSpec, directory: StackDir) -> tuple[subprocess.P
     log = private.open_file(directory.path / "supervisor.log", os.O_WRONLY | os.O_TRUNC)
     with os.fdopen(log, "wb") as output:
         their_end, our_end = os.pipe()
+        command = [sys.executable, "-c", code, str(their_end)]
         supervisor = subprocess.Popen(
-            [sys.executable, "-c", code, str(their_end)],
+            ["/bin/sh", "-c", _GRANDCHILD, "supervisor", *command] if as_grandchild else command,
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -66,7 +80,7 @@ def wait_until_ready(
         # The supervisor replaces the file: a look at its identity is cheaper than its validation.
         if (written := _identify(directory.state_file)) != read:
             state, read = directory.read(), written
-        if state is not None and state.supervisor_pid == supervisor.pid:
+        if state is not None and _is_from(state, supervisor):
             if progress:
                 progress(state)
             if state.phase == "ready" and not has_exited:
@@ -76,6 +90,15 @@ def wait_until_ready(
         if has_exited:
             raise _make_exit_error(directory, supervisor)
         time.sleep(_POLL_SECONDS)
+
+
+def _is_from(state: StackState, supervisor: subprocess.Popen[bytes]) -> bool:
+    """Whether a state is this supervisor's, or that of its shell's child."""
+    pid = state.supervisor_pid
+    if pid == supervisor.pid:
+        return True
+    parent = processes.find_parent(pid)
+    return parent is not None and parent.pid == supervisor.pid
 
 
 def _identify(file: Path) -> tuple[int, int] | None:
@@ -105,7 +128,8 @@ def make_name_error(directory: StackDir, holder: ProcessId | None) -> StartError
 def _make_exit_error(directory: StackDir, supervisor: subprocess.Popen[bytes]) -> StartError:
     if supervisor.returncode == NAME_IN_USE:
         return make_name_error(directory, NamedLock(directory.lock_name).find_holder())
-    if supervisor.returncode in (0, -signal.SIGTERM):  # 0: it stopped because of a signal
+    # 0: it stopped because of a signal. A shell adds 128 to the signal that ended its child.
+    if supervisor.returncode in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
         return _make_stopped_error(directory)
     log = directory.path / "supervisor.log"
     text = log.read_text(errors="replace").strip() if log.is_file() else ""

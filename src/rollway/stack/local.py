@@ -82,10 +82,13 @@ class RunningStack:
         _stop_own(self.directory, self._supervisor, self.state.stop_seconds, progress)
 
 
-def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
+def start(
+    spec: StackSpec, progress: Progress | None = None, *, as_grandchild: bool = False
+) -> RunningStack:
     """Start a stack and return when it is ready.
 
-    On failure, and on KeyboardInterrupt, everything that has started is stopped first."""
+    On failure, and on KeyboardInterrupt, everything that has started is stopped first. With
+    `as_grandchild` the supervisor survives if somebody kills all children of this process."""
     directory = StackDir(spec.name)
     directory.create()
     stop_request = directory.get_stop_request(processes.this_process())
@@ -103,7 +106,7 @@ def start(spec: StackSpec, progress: Progress | None = None) -> RunningStack:
                 f"{state.supervisor_pid}).",
                 f"Stop it with `rollway down {spec.name}`, or choose another name with --name.",
             )
-        supervisor, lifeline = spawn_supervisor(spec, directory)
+        supervisor, lifeline = spawn_supervisor(spec, directory, as_grandchild=as_grandchild)
         try:
             state = wait_until_ready(directory, supervisor, progress)
         except BaseException:
@@ -195,6 +198,9 @@ def _stop_own(
     if supervisor.poll() is None:
         supervisor.kill()
         supervisor.wait()
+    state = directory.read()
+    if state is not None and state.is_supervised:  # its shell has been killed alone
+        _stop_supervisors({state.supervisor}, directory, stop_seconds, progress)
     clear_leftovers(directory)
 
 

@@ -42,13 +42,6 @@ _lock = threading.Lock()
 _users = 0
 """How many objects of this process use the connection that Rollway opened."""
 
-ACTOR_ENV = {
-    # The supervisor ends by itself when its actor does, after it has stopped the processes.
-    "RAY_kill_child_processes_on_worker_exit": "false",
-    # An actor without GPUs would hide all of them from the engines.
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-}
-
 
 def get_head_name(stack: str) -> str:
     return f"rollway/{stack}"

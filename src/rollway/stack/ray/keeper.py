@@ -5,7 +5,9 @@
       └────── waits for its end ────┘     the Head died: stop the processes, then free the groups
 
 A Keeper holds the lifelines of its supervisors. If it is killed, they stop their stacks themselves
-(`rollway.stack.supervisor`).
+(`rollway.stack.supervisor`). Ray kills the children of an actor that it ends, unless the actor has
+a runtime environment that says otherwise; but with one, Ray imports itself twice for each actor,
+half a second of CPU time. So supervisors are grandchildren.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class Keeper:
         self._followers: dict[tuple[str, str], logs.Follower] = {}
         self._stopping = threading.Event()
         self._stop_lock = asyncio.Lock()
+        _show_gpus()
         self._me = ray.get_runtime_context().current_actor
         self._me.run.remote()  # before any call: the Head may die at once
 
@@ -117,7 +120,7 @@ class Keeper:
                 raise StartError("The start was cancelled.")
 
         _wait_until_gone(after)
-        running = self._running[spec.name] = local.start(spec, check)
+        running = self._running[spec.name] = local.start(spec, check, as_grandchild=True)
         return running
 
     async def wait_until_joinable(self, name: str) -> dict[str, Any]:
@@ -222,6 +225,17 @@ class Keeper:
                 break
             time.sleep(POLL_SECONDS)
         cluster.remove_groups(shared)
+
+
+def _show_gpus() -> None:
+    """Undo that Ray hides all GPUs from an actor that reserves none, as versions before 2.60 do:
+    the engines are given theirs by name."""
+    entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    name = b"CUDA_VISIBLE_DEVICES"
+    before = [entry.partition(b"=")[2] for entry in entries if entry.startswith(name + b"=")]
+    os.environb.pop(name, None)
+    if before:
+        os.environb[name] = before[0]
 
 
 def _wait_until_gone(names: list[str]) -> None:

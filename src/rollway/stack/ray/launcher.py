@@ -137,7 +137,6 @@ def _create_head(spec: StackSpec, placement: Placement, witness: Any) -> Any:
         lifetime="detached",
         num_cpus=0,
         max_concurrency=10_000,
-        runtime_env={"env_vars": cluster.ACTOR_ENV},
         scheduling_strategy=NodeAffinitySchedulingStrategy(placement.services, soft=False),
     )
     owner = {"user": getpass.getuser(), "host": socket.gethostname(), "pid": os.getpid()}

@@ -195,7 +195,6 @@ class Parts:
             lifetime="detached",
             num_cpus=0,
             max_concurrency=1000,
-            runtime_env={"env_vars": cluster.ACTOR_ENV},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         groups = self._list_groups(node)  # also those of a Keeper that died here

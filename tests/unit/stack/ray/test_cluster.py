@@ -158,3 +158,23 @@ def test_a_cluster_has_several_addresses(
     else:
         with pytest.raises(UsageError, match="not to"):
             cluster.connect(address).__enter__()
+
+
+def test_a_cluster_of_other_versions_is_named_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = Connection(monkeypatch, is_open=False)
+
+    def refuse(**_: Any) -> None:
+        raise RuntimeError(
+            "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.10.1\n"
+            "This process on node 10.0.0.2 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7"
+        )
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UsageError) as failure:
+            cluster.connect(address).__enter__()
+    assert "Ray: 2.9.0 Python: 3.10.1" in failure.value.message
+    assert "Ray: 2.60.0" in failure.value.message
+    assert "the cluster's versions of Ray and Python" in failure.value.hint
+    assert not connection.is_open

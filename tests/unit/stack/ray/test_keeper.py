@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -34,7 +36,8 @@ class Machine:
             ray.util, "list_named_actors", lambda all_namespaces: [{"name": n} for n in self.names]
         )
 
-    def _start(self, spec: Any, progress: Callable[[Any], None]) -> Any:
+    def _start(self, spec: Any, progress: Callable[[Any], None], *, as_grandchild: bool) -> Any:
+        assert as_grandchild  # Ray kills the children of an actor that it ends
         while not self.ready.wait(0.01):
             progress(None)
         self.log.append(f"start {spec.name}")
@@ -77,3 +80,13 @@ async def test_a_stop_during_a_start_waits_for_its_end(monkeypatch: pytest.Monke
     await actor.stop.remote()
     assert (await start)["error"]["message"] == "The start was cancelled."
     assert machine.log == []
+
+
+@pytest.mark.parametrize(
+    ("module", "unneeded"),
+    [("rollway.stack.ray.head", "aiohttp"), ("rollway.stack.ray.witness", "pydantic")],
+)
+def test_actors_import_little(module: str, unneeded: str) -> None:
+    """Every start of a stack pays for the imports of six processes, on each node."""
+    code = f"import sys, {module}; sys.exit({unneeded!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
