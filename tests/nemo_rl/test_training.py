@@ -54,7 +54,7 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def generation(base_model: Path) -> Iterator[Generation]:
+def generation(base_model: Path, session_home: Path) -> Iterator[Generation]:
     model = {"args": {**VLLM_ARGS, "max-num-seqs": 32}}
     config = {
         "backend": "dynamo",
@@ -64,7 +64,9 @@ def generation(base_model: Path) -> Iterator[Generation]:
         "max_new_tokens": 12, "temperature": 1.0, "top_p": 1.0, "top_k": None,
         "stop_token_ids": None, "stop_strings": None, "_pad_token_id": 0,
     }  # fmt: skip
-    opened = Generation(None, config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLWAY_HOME", str(session_home))
+        opened = Generation(None, config)
     yield opened
     opened.shutdown()
 
@@ -185,9 +187,14 @@ def test_without_refits_it_does_not(
 
 @pytest.mark.slow
 def test_it_learns_while_a_worker_dies(
-    generation: Generation, policy: Policy, task: CountingTask
+    generation: Generation,
+    policy: Policy,
+    task: CountingTask,
+    session_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker is killed in the third refit. Its successor joins on the current version."""
+    monkeypatch.setenv("ROLLWAY_HOME", str(session_home))
     synchronizer = Synchronizer(policy, generation, WeightSync(method="shm"), get=get)
     state = generation.connection.stack.read_state()
     assert state is not None

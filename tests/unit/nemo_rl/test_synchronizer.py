@@ -21,7 +21,7 @@ class FakeStack:
     """The stack of a `Generation`, without processes: what a refit does is said by the test."""
 
     def __init__(self) -> None:
-        self.name, self.weights_secret = "run", "secret"
+        self.name = "run"
         self.receivers = [2]
         self.refits: list[int] = []
         self.outcome: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -58,7 +58,7 @@ class FakeGeneration:
             weight_sync=WeightSync(), refit_timeout_s=None, refit_mode="pause-all"
         )
         self.connection = SimpleNamespace(
-            stack=stack, fleet=stack.fleet, model="policy", run=asyncio.run
+            stack=stack, fleet=stack.fleet, model="policy", secret="secret", run=asyncio.run
         )
         self.figures: list[Any] = []
 

@@ -316,6 +316,14 @@ def test_a_missing_rank_is_reported_in_bounded_time() -> None:
 
 
 @nixl
+def test_a_rank_closes_after_the_catalog_has_ended() -> None:
+    """Ranks close in any order, and rank 0 has the catalog."""
+    first = NixlPublisher(secret=WORD, world=2)
+    second = NixlPublisher(secret=WORD, catalog=first.catalog.where()["catalog"], rank=1, world=2)
+    first.close()
+    second.close()
+
+
 def test_replicas_that_differ_are_refused() -> None:
     with NixlPublisher(secret=WORD, world=2) as first:
         url = str(first.catalog.where()["catalog"])

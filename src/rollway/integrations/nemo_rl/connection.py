@@ -68,6 +68,7 @@ class Connection:
             self._find_model(model)
             self.model = model
             self.fleet: Fleet = self.stack.fleet_of(model)
+            self.secret = self.stack.weights_secret
             self.rollouts = self.portal.run(self._open_rollouts(dynamo.request_timeout_s))
         except BaseException:
             self.close()
@@ -122,7 +123,7 @@ class Connection:
             model=self.model,
             listing=self.fleet.membership.source,
             context_length=self.run(self.stack.context_length(self.model)),
-            secret=self.stack.weights_secret,
+            secret=self.secret,
         )
 
     def close(self) -> None:

@@ -201,7 +201,7 @@ class Synchronizer:
         return PublishOptions(
             method=self._sync.method,
             stack=connection.stack.name or "attached",
-            secret=connection.stack.weights_secret,
+            secret=connection.secret,
             model=connection.stack.find_checkpoint(connection.model) or connection.model,
             admin_urls=tuple(worker.admin_url for worker in workers),
             engine_ranks=max((worker.world_size for worker in workers), default=1),

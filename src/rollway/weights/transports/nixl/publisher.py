@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from rollway.errors import UsageError
+from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import digest, dtype_name
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
@@ -152,7 +153,9 @@ class NixlPublisher(Publisher):
         self._closed = True
         self._agent.stop_listening()
         if self._server is None:
-            self.catalog.leave(self.name)
+            # A catalog that has ended lists nothing any more, and the memory must be released.
+            with contextlib.suppress(WeightsError):
+                self.catalog.leave(self.name)
         else:
             self._server.close()
         for pool in self._pools:
