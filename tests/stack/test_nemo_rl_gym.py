@@ -7,11 +7,13 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -23,7 +25,6 @@ from rollway.integrations.nemo_rl.gym import GymServer
 from rollway.processes import ProcessId
 from tests.awkward_tokenizer import REASONING
 from tests.children import start_child
-from tests.footprint import Footprint
 from tests.light.spec import ROOT
 from tests.stack.tool_model import TOOL
 from tests.waiting import wait_until
@@ -177,17 +178,26 @@ def test_nemo_rl_accepts_every_rollout(agents: list[Agent], tool_model: Path) ->
         assert sum(verdict["lengths"]) == whole
 
 
-def test_the_gateway_ends_with_a_killed_driver(
-    tool_stack: rollway.Stack, tool_model: Path, footprint: Footprint
-) -> None:
+def is_in_session(pid: str, session: int) -> bool:
+    try:
+        return os.getsid(int(pid)) == session
+    except ProcessLookupError:
+        return False
+
+
+def test_the_gateway_ends_with_a_killed_driver(tool_stack: rollway.Stack, tool_model: Path) -> None:
     arguments = (tool_stack.frontend_url, tool_stack.rl_url, tool_stack.weights_secret)
     driver, line = start_child(DRIVER, *arguments, str(tool_model))
     started = json.loads(line)
-    gateway = ProcessId.of(started["pid"])
+    gateway, port = ProcessId.of(started["pid"]), urlsplit(started["url"]).port
     assert gateway is not None
     (agent,) = asyncio.run(run_agents(started["url"], range(1)))
     check_contiguous(agent.output)
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
     wait_until(lambda: not gateway.alive, 30.0)
-    assert footprint.settle() == {}
+    # It had a session of its own: whatever it could have started is in it.
+    pids = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    assert [pid for pid in pids if is_in_session(pid, gateway.pid)] == []
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), 5.0):
+        pass
