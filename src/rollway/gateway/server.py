@@ -25,13 +25,7 @@ from rollway.gateway import replies, requests, threads
 from rollway.gateway.access import Access
 from rollway.gateway.connections import Connections
 from rollway.gateway.extension import BODY, CALLER, Extension
-from rollway.gateway.messages import (
-    Message,
-    Prefix,
-    chain,
-    check_contiguous,
-    find_sent_prefix,
-)
+from rollway.gateway.messages import Message, Prefix, chain, check_contiguous, find_sent_prefix
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import json_response, send_data, send_event
 from rollway.gateway.template import Template
@@ -226,8 +220,6 @@ class Gateway:
     ) -> tuple[list[int], str | None, str]:
         """Return the ids of a prompt, the turn it continues, and why it forks if it does."""
         prefix, parent = find_sent_prefix(body, messages, self.context_length), None
-        if self.exact:
-            check_contiguous(messages, self.template.tokenizer)
         if prefix is None:
             known = session.latest(digests)
             if known is not None:
@@ -320,8 +312,7 @@ class Gateway:
                 return response
         if last_events and self._wants_bundle(body):
             choice = last_events[0]["choices"][0]
-            delta = choice.get("delta", choice)
-            self._add_bundle(delta, chat_request.prompt_ids, completion)
+            self._add_bundle(choice.get("delta", choice), chat_request.prompt_ids, completion)
         if last_events and not recorded:
             last_events[-1]["recorded"] = False
         for shown in last_events:
@@ -354,6 +345,8 @@ class Gateway:
 
         def read() -> tuple[list[Message], list[str]]:
             messages = requests.read_messages(body)
+            if self.exact:
+                check_contiguous(messages, self.template.tokenizer)
             return messages, chain(messages)
 
         return await self.run_work(request, read, "Reading the messages")

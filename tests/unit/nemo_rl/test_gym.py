@@ -197,7 +197,8 @@ async def test_a_token_in_the_path_opens_the_gateway(tmp_path: Path) -> None:
 def test_experts_come_as_one_string_with_a_row_for_every_token() -> None:
     ids = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)
     completion = Completion(
-        token_ids=[7, 8, 9], logprobs=[-0.5] * 3, finish_reason="stop", worker_id=None, cached_tokens=0,
+        token_ids=[7, 8, 9], logprobs=[-0.5] * 3, finish_reason="stop", worker_id=None,
+        cached_tokens=0,
         routed_experts=RoutedExperts(ids).as_json(),
     )  # fmt: skip
     message: dict[str, Any] = {}

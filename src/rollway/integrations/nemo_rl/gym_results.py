@@ -1,6 +1,6 @@
 """What NeMo-RL's actor makes of Gym's results, where NeMo-RL itself would end the run.
 
-It is imported in the environment of that actor, which has torch, and nothing of the gateway's.
+It is imported in the environment of that actor, which has torch, but not what the gateway needs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ POSTPROCESS = "_postprocess_nemo_gym_to_nemo_rl_result"
 
 
 def protect_rollouts(actor_class: Any) -> None:
-    """Let NeMo-RL's `NemoGym` actor accept every rollout of Gym's. Call it where the actor runs.
+    """Let NeMo-RL's `NemoGym` actor accept every rollout of Gym's. Call it in the driver, before
+    the actor is created: Ray sends the class along.
 
     Its own method raises for a rollout in which nothing was generated, such as a first prompt that
     fills the context, and ends the run. Such a rollout gets no reward, and is masked from the loss.
