@@ -171,6 +171,12 @@ def test_recipes_inherit_and_are_overridden(tmp_path: Path) -> None:
         "list: [3]",
     )
     assert read_recipe(child).values == {"a": {"x": 5, "y": 3}, "b": {"w": 1}, "list": [3]}
+    # NeMo-RL replaces mappings of the top only.
+    deep = write(tmp_path, child="defaults: parent.yaml\nc: {d: {_override_: true}}")
+    assert read_recipe(deep).values["c"] == {"d": {"_override_": True}}
+    child = write(
+        tmp_path, child="defaults: [parent.yaml, other.yaml]\na: {y: 3}\nb: {w: 1}\nlist: [3]"
+    )
     overrides = ["a.x=7", "+c.d=[1]", "~a.y", "a.x=null"]
     values = read_recipe(child, overrides).values
     assert values["a"] == {"x": None} and values["c"] == {"d": [1]}
