@@ -6,7 +6,7 @@ BIN := .venv/bin
 # `make test ARGS="-n 0"` runs them one after the other.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help setup setup-curator setup-prime-rl setup-verl demo docs test test-all test-curator test-fast test-prime-rl test-ray test-verl lint format clean
+.PHONY: help setup setup-curator setup-nemo-rl setup-prime-rl setup-verl demo docs test test-all test-curator test-fast test-nemo-rl test-prime-rl test-ray test-verl lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ setup-curator: setup  ## create .venv-curator, where NeMo Curator's pipelines ru
 setup-prime-rl: setup  ## create .venv-prime-rl, where prime-rl's clients run
 	@$(PYTHON) scripts/setup_prime_rl_env.py
 
+setup-nemo-rl: setup  ## create .venv-nemo-rl, where NeMo-RL's trainer runs
+	@$(PYTHON) scripts/setup_nemo_rl_env.py
+
 demo: setup  ## train a tiny policy with GRPO on a real Dynamo stack
 	@$(BIN)/rollway demo
 
@@ -30,10 +33,10 @@ docs: setup  ## write docs/api.md from the docstrings
 	@$(BIN)/python scripts/api_page.py
 
 test: setup  ## all tests but the soaks, against real Dynamo and vLLM on CPU
-	@$(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator --ignore tests/prime_rl $(PARALLEL) $(ARGS)
+	@$(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator --ignore tests/prime_rl --ignore tests/nemo_rl $(PARALLEL) $(ARGS)
 
 test-all: setup  ## all tests, with the soaks and every example of the fuzzers
-	@ROLLWAY_TEST_SOAK=1 $(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator --ignore tests/prime_rl $(PARALLEL) $(ARGS)
+	@ROLLWAY_TEST_SOAK=1 $(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator --ignore tests/prime_rl --ignore tests/nemo_rl $(PARALLEL) $(ARGS)
 
 test-fast: setup  ## unit and property tests only
 	@$(BIN)/python -m pytest -m "not stack" $(ARGS)
@@ -50,6 +53,9 @@ test-curator: setup-curator  ## NeMo Curator's pipelines on real stacks, on a Ra
 test-prime-rl: setup-prime-rl  ## trainings with prime-rl's clients, and with its orchestrator from a checkout
 	@$(BIN)/python -m pytest tests/prime_rl $(ARGS)
 
+test-nemo-rl: setup-nemo-rl  ## trainings through NeMo-RL's interfaces, and its own trainer from a checkout
+	@$(BIN)/python -m pytest tests/nemo_rl $(ARGS)
+
 lint: setup  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -60,4 +66,4 @@ format: setup  ## let ruff rewrite the files
 	@$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches
-	rm -rf .venv .venv-curator .venv-prime-rl .venv-prime-rl-src .venv-verl .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-curator .venv-nemo-rl .venv-prime-rl .venv-prime-rl-src .venv-verl .mypy_cache .ruff_cache .pytest_cache .hypothesis

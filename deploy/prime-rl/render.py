@@ -131,73 +131,65 @@ class Renderer:
         guard = ["python3", "-m", "rollway.engine.guard", "dynamo.vllm"]
         return [*guard, *own, *map(str, self.values["dynamo"]["args"])]
 
-    def make_graph(self) -> Object:
-        """Return the DynamoGraphDeployment as v1beta1."""
+    @property
+    def components(self) -> list[Object]:
+        """What the DynamoGraphDeployment runs."""
         frontend = {
-            "name": "main",
-            "image": self.images["dynamo"],
+            "name": "Frontend",
+            "type": "frontend",
+            "replicas": 1,
             "command": ["python3", "-m", "dynamo.frontend", "--router-mode", "kv"],
             "env": self.frontend_env,
             "ports": [{"name": "listing", "containerPort": LISTING}],
         }
         worker = {
-            "name": "main",
-            "image": self.images["dynamo"],
+            "name": "worker",
+            "type": "worker",
+            "replicas": self.values["dynamo"]["workers"],
             "command": self.worker_command,
             "env": self.worker_env,
-            "resources": self.make_resources("workers"),
-            "volumeMounts": [self.mount_data()],
+            "gpus": "worker",
         }
-        spec = {
-            "backendFramework": "vllm",
-            "components": [
-                {
-                    "name": "Frontend",
-                    "type": "frontend",
-                    "replicas": 1,
-                    "podTemplate": {"spec": self.make_pod(frontend)},
-                },
-                {
-                    "name": "worker",
-                    "type": "worker",
-                    "replicas": self.values["dynamo"]["workers"],
-                    "podTemplate": {"spec": self.make_pod(worker, gpus="worker", data=True)},
-                },
-            ],
-        }
+        return [frontend, worker]
+
+    def make_graph(self) -> Object:
+        """Return the DynamoGraphDeployment as v1beta1."""
+        components = []
+        for part in self.components:
+            container = {
+                "name": "main",
+                "image": self.images["dynamo"],
+                "command": part["command"],
+                "env": part["env"],
+            }
+            container |= {"ports": part["ports"]} if "ports" in part else {}
+            if "gpus" in part:
+                container["resources"] = self.make_resources("workers")
+                container["volumeMounts"] = [self.mount_data()]
+            pod = self.make_pod(container, gpus=part.get("gpus", ""), data="gpus" in part)
+            component = {name: part[name] for name in ("name", "type", "replicas") if name in part}
+            component |= part.get("v1beta1", {})
+            components.append({**component, "podTemplate": {"spec": pod}})
+        spec = {"backendFramework": "vllm", "components": components}
         return self.make_object("nvidia.com/v1beta1", "DynamoGraphDeployment", "", spec)
 
     def make_old_graph(self) -> Object:
         """Return the same as v1alpha1: a map of services, whose pods name their claims apart."""
-        resources = self.make_resources("workers")
-        if "limits" in resources:
-            resources = {"limits": {"gpu": resources["limits"]["nvidia.com/gpu"]}}
-        frontend, worker = self.make_pod(), self.make_pod(gpus="worker", data=True)
-        frontend["mainContainer"] = {
-            "image": self.images["dynamo"],
-            "command": ["python3", "-m", "dynamo.frontend", "--router-mode", "kv"],
-            "ports": [{"name": "listing", "containerPort": LISTING}],
-        }
-        worker["mainContainer"] = {
-            "image": self.images["dynamo"],
-            "command": self.worker_command,
-            "volumeMounts": [self.mount_data()],
-        }
-        services = {
-            "Frontend": {
-                "componentType": "frontend",
-                "replicas": 1,
-                "envs": self.frontend_env,
-                "extraPodSpec": frontend,
-            },
-            "worker": {
-                "componentType": "worker",
-                "replicas": self.values["dynamo"]["workers"],
-                "envs": self.worker_env,
-                "resources": resources,
-                "extraPodSpec": worker,
-            },
-        }
+        services = {}
+        for part in self.components:
+            main: Object = {"image": self.images["dynamo"], "command": part["command"]}
+            main |= {"ports": part["ports"]} if "ports" in part else {}
+            service: Object = {"componentType": part.get("type", "default")}
+            service |= {"replicas": part["replicas"], "envs": part["env"]}
+            service |= part.get("v1alpha1", {})
+            if "gpus" in part:
+                main["volumeMounts"] = [self.mount_data()]
+                resources = self.make_resources("workers")
+                if "limits" in resources:
+                    resources = {"limits": {"gpu": resources["limits"]["nvidia.com/gpu"]}}
+                service["resources"] = resources
+            pod = self.make_pod(gpus=part.get("gpus", ""), data="gpus" in part)
+            services[part["name"]] = {**service, "extraPodSpec": {**pod, "mainContainer": main}}
         spec = {"backendFramework": "vllm", "services": services}
         return self.make_object("nvidia.com/v1alpha1", "DynamoGraphDeployment", "", spec)
 

@@ -88,16 +88,17 @@ def _load(file: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     return merged
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
-    """Merge as NeMo-RL does: mappings key by key, unless they have `_override_: true`."""
+def _merge(base: dict[str, Any], over: Mapping[str, Any], *, is_top: bool = True) -> None:
+    """Merge as NeMo-RL does: mappings key by key, but for those of the top that have
+    `_override_: true`; below, that is a key like any other."""
     for key, value in over.items():
         if not isinstance(value, dict):
             base[key] = value
             continue
-        replaces = value.pop("_override_", False)
+        replaces = is_top and value.pop("_override_", False)
         if replaces or not isinstance(base.get(key), dict):
             base[key] = {}
-        _merge(base[key], value)
+        _merge(base[key], value, is_top=False)
 
 
 def _override(values: dict[str, Any], text: str) -> None:

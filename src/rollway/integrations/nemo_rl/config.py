@@ -191,6 +191,12 @@ class GenerationConfig(SpecPart):
             raise ValueError(
                 "`refit_transport` is set; Rollway moves the weights, by cluster.weight_sync.method"
             )
+        experts = int(self.vllm_cfg.get("expert_parallel_size") or 1)
+        if experts not in (1, int(self.vllm_cfg.get("tensor_parallel_size") or 1)):
+            raise ValueError(
+                f"`vllm_cfg.expert_parallel_size` is {experts}, and vLLM spreads experts over the "
+                "ranks of an engine; set it to 1 or to tensor_parallel_size"
+            )
         if len(extra.get("stop_strings") or ()) > 32:
             raise ValueError("`stop_strings` has more than 32 entries, which Dynamo refuses")
         return self
@@ -210,8 +216,8 @@ def parse_generation(config: Mapping[str, Any]) -> GenerationConfig:
     try:
         return GenerationConfig.model_validate(dict(config))
     except ValidationError as error:
-        text = describe_error(error, GenerationConfig)
-        raise SpecError(f"policy.generation: {text}") from error
+        text = describe_error(error, GenerationConfig).replace("`the stack`: ", "")
+        raise SpecError(f"policy.generation: {text}", "docs/nemo-rl.md lists the keys.") from error
 
 
 def make_stack_fields(config: GenerationConfig) -> dict[str, Any]:
@@ -260,12 +266,14 @@ def _list_engine_args(config: GenerationConfig) -> dict[str, Any]:
     args: dict[str, Any] = {}
     for key, option in _ENGINE_OPTIONS.items():
         value = config.vllm_cfg.get(key)
-        # `auto` and `dummy` weights are NeMo-RL's: an engine of ours starts from its checkpoint.
-        if value is not None and (key, value) not in (("load_format", "dummy"),):
+        # NeMo-RL's engines start with dummy weights; an engine of ours with its checkpoint.
+        if value is not None and (key, value) != ("load_format", "dummy"):
             args[option] = value
     precision = str(config.vllm_cfg.get("precision") or "").lower()
     if precision:
         args["dtype"] = _PRECISIONS.get(precision, precision)
+    if int(config.vllm_cfg.get("expert_parallel_size") or 1) > 1:
+        args["enable-expert-parallel"] = True
     for key, value in config.vllm_kwargs.items():
         if value not in (None, {}, []):
             args[key.replace("_", "-")] = value

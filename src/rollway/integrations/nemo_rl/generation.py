@@ -233,6 +233,12 @@ class Generation:
     def get_collective_sender_spec(self) -> Any:
         raise self._refuse("get_collective_sender_spec")
 
+    def prepare_nccl_reshard_refit_info(self, refit_info: Any) -> None:
+        raise self._refuse("prepare_nccl_reshard_refit_info")
+
+    def nccl_reshard_refit(self) -> list[Any]:
+        raise self._refuse("nccl_reshard_refit")
+
     def _refuse(self, method: str) -> UsageError:
         return UsageError(
             f"{method} is of NeMo-RL's own NCCL group, which Rollway's stacks do not use.",

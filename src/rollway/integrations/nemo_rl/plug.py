@@ -365,10 +365,10 @@ def _hide_validation_sampling(recipe: Any, undo: contextlib.ExitStack) -> None:
         if value is not None and value != generation.get(name):
             generation[f"val_{name}"] = generation[name]
             # `setup` replaces the dictionary, so it is looked up again.
-            undo.callback(lambda n=name, v=value: _set(recipe, f"val_{n}", v))
+            undo.callback(_set_generation, recipe, f"val_{name}", value)
 
 
-def _set(recipe: Any, name: str, value: Any) -> None:
+def _set_generation(recipe: Any, name: str, value: Any) -> None:
     recipe.policy["generation"][name] = value
 
 

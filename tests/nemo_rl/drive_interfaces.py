@@ -1,0 +1,83 @@
+"""Describes NeMo-RL's interfaces, and resolves its recipes by its own loader: a script for its
+environment."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.nemo_rl import stand_ins
+
+stand_ins.install()
+
+from nemo_rl.models.generation.interfaces import (  # noqa: E402
+    CollectiveSenderSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+)
+from nemo_rl.utils.config import load_config, register_omegaconf_resolvers  # noqa: E402
+from nemo_rl.weight_sync.interfaces import WeightSynchronizer  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+
+from rollway.integrations.nemo_rl.check import read_recipe  # noqa: E402
+
+
+def describe(interface: type) -> dict[str, Any]:
+    """Return each public method with its parameters, and whether they have defaults."""
+    described = {}
+    for name, member in vars(interface).items():
+        if name.startswith("_") or not inspect.isfunction(member):
+            continue
+        parameters = list(inspect.signature(member).parameters.values())[1:]
+        described[name] = [
+            [each.name, each.kind.name, each.default is not each.empty] for each in parameters
+        ]
+    return described
+
+
+def compare_loaders(directory: Path) -> dict[str, list[str]]:
+    """Resolve recipes by both loaders; return those that are equal, and those that differ. There
+    are hundreds, which differ in few values: of those below, every fifth is read."""
+    register_omegaconf_resolvers()
+    equal, different = [], []
+    files = sorted(directory.glob("*.yaml")) + sorted(directory.glob("*/*/*.yaml"))[::5]
+    for file in files:
+        try:
+            expected: Any = OmegaConf.to_container(load_config(file), resolve=True)
+        except Exception:  # noqa: BLE001  # variables that are not set, or no recipe at all
+            continue
+        recipe = read_recipe(file)
+        same = normalize(recipe.values) == normalize(expected) and not recipe.notes
+        (equal if same else different).append(file.name)
+    return {"equal": equal, "different": different}
+
+
+def normalize(value: Any) -> Any:
+    """Write numbers alike: PyYAML reads 1e-8 as a text, and OmegaConf as a number."""
+    if isinstance(value, dict):
+        return {str(key): normalize(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [normalize(each) for each in value]
+    try:
+        return value if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return value
+
+
+def main() -> None:
+    question = json.load(sys.stdin)
+    answer = {
+        "generation": describe(GenerationInterface),
+        "synchronizer": describe(WeightSynchronizer),
+        "output": sorted(GenerationOutputSpec.__annotations__),
+        "sender": vars(CollectiveSenderSpec()),
+        "loaders": compare_loaders(Path(question["configs"])),
+    }
+    Path(sys.argv[1]).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
