@@ -31,11 +31,10 @@ from rollway.integrations.prime_rl.memory import Memory, find_file, hold_alone
 from rollway.integrations.prime_rl.per_worker import WorkerParts
 from rollway.integrations.prime_rl.routes import PrimeRl
 from rollway.integrations.prime_rl.updates import GATE_SECONDS, WeightUpdates
+from rollway.rollout.experts import count_experts
 from rollway.stack.state import StackDir
 from rollway.weights.checkpoint import read_config, read_headers
 from rollway.weights.layout import ELEMENT_BYTES
-
-_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(slots=True)
@@ -86,7 +85,7 @@ async def extend(stack: Stack, gateway: Gateway, options: ServeOptions) -> Async
     experts = None
     if gateway.routed_experts:
         path = options.gateway.tokenizer or find_model_path(stack, gateway.model)
-        experts = count_experts(Path(path))
+        experts = count_experts(read_config(Path(path) / "config.json"))
     with hold_alone(file):
         memory = Memory(file, run)
         broadcaster = Broadcaster(
@@ -132,15 +131,3 @@ def count_model_bytes(path: str | None) -> int:
         )
     headers = read_headers(Path(path)).values()
     return sum(math.prod(header.shape) * ELEMENT_BYTES[header.dtype] for header in headers)
-
-
-def count_experts(model: Path) -> int:
-    """Return the number of experts of a checkpoint's model."""
-    config = read_config(model / "config.json")
-    for name in _EXPERT_FIELDS:
-        if isinstance(count := config.get(name), int) and count > 0:
-            return count
-    raise UsageError(
-        f"{model} has no experts ({', '.join(_EXPERT_FIELDS)}).",
-        "Leave --routed-experts: the model is dense.",
-    )
