@@ -15,16 +15,16 @@ setup:  ## create .venv with everything the other targets need
 	@$(PYTHON) scripts/setup_env.py
 
 setup-verl: setup  ## create .venv-verl, where verl's trainer runs
-	@$(PYTHON) scripts/setup_verl_env.py
+	@$(PYTHON) scripts/setup_trainer_env.py verl
 
 setup-curator: setup  ## create .venv-curator, where NeMo Curator's pipelines run
-	@$(PYTHON) scripts/setup_curator_env.py
+	@$(PYTHON) scripts/setup_trainer_env.py curator
 
 setup-prime-rl: setup  ## create .venv-prime-rl, where prime-rl's clients run
-	@$(PYTHON) scripts/setup_prime_rl_env.py
+	@$(PYTHON) scripts/setup_trainer_env.py prime-rl
 
 setup-nemo-rl: setup  ## create .venv-nemo-rl, where NeMo-RL's trainer runs
-	@$(PYTHON) scripts/setup_nemo_rl_env.py
+	@$(PYTHON) scripts/setup_trainer_env.py nemo-rl
 
 demo: setup  ## train a tiny policy with GRPO on a real Dynamo stack
 	@$(BIN)/rollway demo
