@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollway.errors import UsageError
-from rollway.rollout.template import Tokenizer, first_difference
+from rollway.rollout.template import Tokenizer, find_first_difference
 
 Message = Mapping[str, Any]
 
@@ -89,7 +89,7 @@ def check_contiguous(messages: Sequence[Message], tokenizer: Tokenizer) -> None:
         if prompt[: len(seen)] != seen:
             raise UsageError(
                 f"The token ids of messages[{index}] do not continue those of messages[{last}]. "
-                f"{first_difference(tokenizer, seen, prompt[: len(seen)])}",
+                f"{find_first_difference(tokenizer, seen, prompt[: len(seen)])}",
                 "Send the history with the ids as they were answered; a history that was cut or "
                 "rewritten is a new conversation, without ids.",
             )
