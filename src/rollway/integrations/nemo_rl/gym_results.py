@@ -65,7 +65,7 @@ def make_empty_rollout(
     }
     flags = {**(result.get("instance_config") or {}), "mask_sample": True}
     full = {**result, "reward": 0.0, "instance_config": flags}
-    rollout = {
+    rollout: dict[str, Any] = {
         "message_log": [user, assistant],
         "input_message_log": [user],
         "full_result": full,
