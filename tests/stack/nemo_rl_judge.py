@@ -12,7 +12,7 @@ from typing import Any
 import typing_extensions
 
 if sys.version_info < (3, 12):  # NeMo-RL itself needs 3.13, whose TypedDict pydantic accepts
-    typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
+    typing.TypedDict = typing_extensions.TypedDict
 
 from nemo_rl.environments.nemo_gym import NemoGym  # type: ignore[import-not-found]
 from transformers import AutoTokenizer

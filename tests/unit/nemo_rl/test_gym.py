@@ -167,8 +167,7 @@ async def test_budgets_end_with_the_context(tmp_path: Path) -> None:
 
 
 async def test_a_missing_frontend_and_a_slow_one_have_nemo_rls_statuses(tmp_path: Path) -> None:
-    where = {"frontend_url": "http://127.0.0.1:9"}
-    async with serve_gateway(tmp_path, **where, **GYM) as gateway:
+    async with serve_gateway(tmp_path, frontend_url="http://127.0.0.1:9", **GYM) as gateway:
         assert (await gateway.chat())[0] == 502
     slow = {"timeout": 0.3, "patience": 0.0}
     async with serve_gateway(tmp_path / "slow", upstream=slow, **GYM) as gateway:

@@ -89,7 +89,8 @@ class Parts:
             node: list_needs(
                 self.spec, runs_services=node == placement.services, is_spread=len(nodes) > 1
             )
-            for node in sorted(nodes)
+            # The services' Keeper is `node-0`; the ids of nodes are random.
+            for node in sorted(nodes, key=lambda node: (node != placement.services, node))
         }
         # Ray has registered the Keepers, which know their groups, before it hears of the groups.
         # Their processes start while Ray reserves.
