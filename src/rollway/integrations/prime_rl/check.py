@@ -74,7 +74,7 @@ async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
     """Ask the addresses in a config; return what they lack."""
     client, name = _find_client(config)
     headers = read_key(client)
-    problems = []
+    problems: list[Problem] = []
     async with Http() as http:
 
         async def ask(path: str) -> Any:
