@@ -112,11 +112,27 @@ def _open(ray: Any, address: str | None) -> None:
 def has_local_cluster() -> bool:
     """Whether a cluster runs where Ray's file says so. One that was killed leaves the file."""
     try:
-        host, _, port = _CURRENT_CLUSTER.read_text().strip().rpartition(":")
+        return _listens(_CURRENT_CLUSTER.read_text().strip())
+    except OSError:
+        return False
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
         socket.create_connection((host, int(port)), _REACH_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True
+
+
+def _list_process_addresses() -> set[str]:
+    """Return the addresses of clusters whose processes this machine shows, as Ray finds them."""
+    try:
+        from ray._private.services import find_gcs_addresses
+    except ImportError:
+        return set()
+    return set(find_gcs_addresses())
 
 
 def _make_absent_error(address: str | None) -> UsageError:
@@ -129,10 +145,16 @@ def _make_absent_error(address: str | None) -> UsageError:
 
 def _check_reachable(address: str | None) -> None:
     """Raise unless something listens at the address; Ray itself would try for minutes."""
-    # Without the file, Ray looks for processes of a cluster, and fails at once.
-    is_from_file = address is None and "RAY_ADDRESS" not in os.environ
-    if is_from_file and _CURRENT_CLUSTER.is_file() and not has_local_cluster():
-        raise _make_absent_error(None)
+    if address is None and "RAY_ADDRESS" not in os.environ:
+        if _CURRENT_CLUSTER.is_file():
+            is_there = has_local_cluster()
+        else:
+            # Ray looks for processes. Those of a container are seen, but not reached; if there are
+            # none, Ray fails at once.
+            seen = _list_process_addresses()
+            is_there = not seen or any(map(_listens, seen))
+        if not is_there:
+            raise _make_absent_error(None)
     if not _is_host_and_port(address):
         return
     host, _, port = (address or "").rpartition(":")

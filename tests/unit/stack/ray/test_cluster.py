@@ -22,6 +22,7 @@ class Connection:
         self.opened: list[str] = []
         self.closed = 0
         monkeypatch.setattr(cluster, "_CURRENT_CLUSTER", Path("/no-cluster"))
+        monkeypatch.setattr(cluster, "_list_process_addresses", set)
         monkeypatch.setattr(ray, "is_initialized", lambda: self.is_open)
         monkeypatch.setattr(ray, "init", self.open)
         monkeypatch.setattr(ray, "shutdown", self.close)
@@ -55,6 +56,20 @@ def test_an_own_connection_is_closed_by_its_last_user(monkeypatch: pytest.Monkey
     assert (connection.opened, connection.closed) == (["auto"], 0)
     second.__exit__(None, None, None)
     assert connection.closed == 1
+
+
+def test_processes_of_a_cluster_that_cannot_be_reached_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a container, for example: Ray would try for minutes."""
+    connection = Connection(monkeypatch, is_open=False)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and nobody listens
+        port = unused.getsockname()[1]
+        monkeypatch.setattr(cluster, "_list_process_addresses", lambda: {f"127.0.0.1:{port}"})
+        with pytest.raises(UsageError, match="no Ray cluster on this machine"):
+            cluster.connect().__enter__()
+    assert connection.opened == []
 
 
 def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
