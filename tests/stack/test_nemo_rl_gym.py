@@ -178,9 +178,11 @@ def test_nemo_rl_accepts_every_rollout(agents: list[Agent], tool_model: Path) ->
         assert sum(verdict["lengths"]) == whole
 
 
-def is_in_session(pid: str, session: int) -> bool:
+def is_in_session(pid: int, session: int) -> bool:
+    """Return whether a process lives in a session; a zombie does not live."""
     try:
-        return os.getsid(int(pid)) == session
+        process = ProcessId.of(pid)
+        return os.getsid(pid) == session and process is not None and process.alive
     except ProcessLookupError:
         return False
 
@@ -197,7 +199,7 @@ def test_the_gateway_ends_with_a_killed_driver(tool_stack: rollway.Stack, tool_m
     driver.wait()
     wait_until(lambda: not gateway.alive, 30.0)
     # It had a session of its own: whatever it could have started is in it.
-    pids = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     assert [pid for pid in pids if is_in_session(pid, gateway.pid)] == []
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), 5.0):
         pass
