@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prime-rl"))
-import render as graphs  # noqa: E402  # deploy/prime-rl/render.py
+import render as graphs  # deploy/prime-rl/render.py
 
 Object = dict[str, Any]
 _MODEL_EXPRESS = 8001
