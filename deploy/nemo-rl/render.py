@@ -1,4 +1,4 @@
-"""Print the manifests of a deployment: `python render.py deployments.yaml NAME | kubectl apply -f -`.
+"""Print manifests: `python render.py deployments.yaml NAME | kubectl apply -f -`.
 
     trainer's pods ── dgd_name ──► frontend ──► workers, behind Rollway's guard
           └──────── weights, signed orders ────────┘
