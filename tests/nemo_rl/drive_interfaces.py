@@ -22,7 +22,7 @@ from nemo_rl.utils.config import load_config, register_omegaconf_resolvers  # no
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
-from rollway.integrations.nemo_rl.check import read_recipe  # noqa: E402
+from rollway.integrations.nemo_rl.check import find_problems, read_recipe  # noqa: E402
 
 
 def describe(interface: type) -> dict[str, Any]:
@@ -55,6 +55,20 @@ def compare_loaders(directory: Path) -> dict[str, list[str]]:
     return {"equal": equal, "different": different}
 
 
+def check_examples(files: list[str]) -> dict[str, Any]:
+    """Resolve our recipes by NeMo-RL's loader; return their models and what is wrong with them."""
+    answer = {}
+    for file in files:
+        values: Any = OmegaConf.to_container(load_config(file), resolve=True)
+        problems = [f"{each.key}: {each.cause}" for each in find_problems(values)]
+        if normalize(read_recipe(Path(file)).values) != normalize(values):
+            problems.append("Rollway resolves it otherwise.")
+        dynamo = values["policy"]["generation"]["dynamo_cfg"]
+        model = values["policy"]["model_name"]
+        answer[Path(file).stem] = [dynamo.get("dgd_name"), model, problems]
+    return answer
+
+
 def normalize(value: Any) -> Any:
     """Write numbers alike: PyYAML reads 1e-8 as a text, and OmegaConf as a number."""
     if isinstance(value, dict):
@@ -69,11 +83,13 @@ def normalize(value: Any) -> Any:
 
 def main() -> None:
     question = json.load(sys.stdin)
+    register_omegaconf_resolvers()
     answer = {
         "generation": describe(GenerationInterface),
         "synchronizer": describe(WeightSynchronizer),
         "output": sorted(GenerationOutputSpec.__annotations__),
         "sender": vars(CollectiveSenderSpec()),
+        "examples": check_examples(question["examples"]),
         "loaders": compare_loaders(Path(question["configs"])),
     }
     Path(sys.argv[1]).write_text(json.dumps(answer))

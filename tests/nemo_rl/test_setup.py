@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rollway.integrations.nemo_rl.generation import Generation
 from tests.children import find_processes_in
 from tests.light.spec import light
-from tests.nemo_rl.environment import find_source, run_script
+from tests.nemo_rl.environment import ROOT, find_source, run_script
 from tests.waiting import wait_until
 
 RECIPE = "examples/configs/grpo_math_1B_dynamo.yaml"
 OURS = {"weight_versions"}
+EXAMPLES = ROOT / "examples" / "nemo_rl"
+NO_RECIPES = ("base", "deployments")
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +89,12 @@ def test_figures_of_nemo_rl_count_the_gpus_that_train(seen: Any) -> None:
 
 @pytest.fixture(scope="module")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    configs = find_source() / "examples" / "configs"
-    home = tmp_path_factory.mktemp("interfaces")
-    return run_script("drive_interfaces.py", {"configs": str(configs)}, home)
+    source, home = find_source(), tmp_path_factory.mktemp("interfaces")
+    examples = [str(file) for file in EXAMPLES.glob("*.yaml") if file.stem not in NO_RECIPES]
+    question = {"configs": str(source / "examples" / "configs"), "examples": examples}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEMO_RL_DIR", str(source))
+        return run_script("drive_interfaces.py", question, home)
 
 
 def check_methods(ours: type, theirs: dict[str, Any]) -> None:
@@ -128,3 +134,12 @@ def test_recipes_are_resolved_as_nemo_rl_resolves_them(upstream: Any) -> None:
     """Those of its examples whose variables are set here."""
     assert upstream["loaders"]["different"] == []
     assert len(upstream["loaders"]["equal"]) > 50
+
+
+def test_our_recipes_inherit_from_nemo_rls_own(upstream: Any) -> None:
+    deployments = yaml.safe_load((EXAMPLES / "deployments.yaml").read_text())
+    assert len(upstream["examples"]) == 12
+    for recipe, (deployment, model, problems) in upstream["examples"].items():
+        assert problems == [], recipe
+        if deployment is not None:
+            assert deployments[deployment]["model"]["name"] == model, recipe

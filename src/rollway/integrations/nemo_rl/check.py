@@ -7,6 +7,8 @@ first validation. `find_problems` reads the recipe alone; it asks no server.
 from __future__ import annotations
 
 import importlib
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ _RESOLVERS = {
     "max": max,
 }
 """What NeMo-RL's recipes compute with."""
+_VARIABLE = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +86,18 @@ def _load(file: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     parents = values.pop("defaults", None) or []
     merged: dict[str, Any] = {}
     for parent in [parents] if isinstance(parents, str) else parents:
-        _merge(merged, _load((file.parent / str(parent)).resolve(), (*below, file)))
+        path = _VARIABLE.sub(_read_variable, str(parent))
+        _merge(merged, _load((file.parent / path).resolve(), (*below, file)))
     _merge(merged, values)
     return merged
+
+
+def _read_variable(match: re.Match[str]) -> str:
+    name, default = match["name"], match["default"]
+    value = os.environ.get(name, default)
+    if value is None:
+        raise UsageError(f"`defaults` names the variable {name}, which is not set.", "Set it.")
+    return value
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any], *, is_top: bool = True) -> None:
