@@ -136,7 +136,7 @@ def train(
         generation.get_logger_metrics()
         if refits:
             figures = synchronizer.sync_weights()
-            assert figures["refit/workers"] >= 1
+            assert figures["workers"] >= 1
         generation.invalidate_kv_cache()
         generation.clear_logger_metrics()
         print(f"step {step}: reward {outcome.rewards[-1]:.3f}, KL {outcome.mismatches[-1]:.1e}")

@@ -102,9 +102,9 @@ def test_versions_rise_above_whatever_was_served() -> None:
     synchronizer.sync_weights()  # NeMo-RL has one number for both
     assert stack.refits == [18, 19]
     assert not synchronizer.is_stale
-    assert figures["refit/version"] == 18
-    assert figures["refit/workers"] == 1
-    assert figures["refit/bytes"] == 1000
+    assert figures["version"] == 18
+    assert figures["workers"] == 1
+    assert figures["bytes"] == 1000
 
 
 def test_a_version_is_used_up_by_a_refit_that_failed() -> None:

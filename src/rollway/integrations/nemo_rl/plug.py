@@ -320,6 +320,7 @@ def adapt_recipe(recipe: Any) -> Iterator[None]:
     share_weight_sync(cluster, generation)
     with contextlib.ExitStack() as undo:
         _allow_in_flight(recipe, undo)
+        _protect_gym(recipe)
         _hide_validation_sampling(recipe, undo)
         _add_phantom(recipe, undo)
         yield
@@ -353,6 +354,16 @@ def _allow_in_flight(recipe: Any, undo: contextlib.ExitStack) -> None:
     _let_rollouts_run()
     settings.in_flight_weight_updates = False
     undo.callback(setattr, settings, "in_flight_weight_updates", True)
+
+
+def _protect_gym(recipe: Any) -> None:
+    """Let a rollout of NeMo-Gym in which nothing was generated end as zero reward."""
+    if not recipe.env.get("should_use_nemo_gym"):
+        return
+    from rollway.integrations.nemo_rl.gym_results import protect_rollouts
+
+    with contextlib.suppress(ImportError):  # NeMo-RL itself says that Gym is missing
+        protect_rollouts(importlib.import_module("nemo_rl.environments.nemo_gym").NemoGym)
 
 
 def _hide_validation_sampling(recipe: Any, undo: contextlib.ExitStack) -> None:

@@ -214,15 +214,15 @@ class Synchronizer:
 
 
 def describe_refit(report: RefitReport, nbytes: int, seconds: float) -> dict[str, float]:
-    """Return the figures of a refit, under the names that a trainer logs."""
+    """Return the figures of a refit; NeMo-RL logs them as `refit/NAME`."""
     return {
-        "refit/seconds": seconds,
-        "refit/pause_seconds": report.paused_seconds,
-        "refit/bytes": float(nbytes),
-        "refit/gb_per_s": nbytes / 1e9 / seconds,
-        "refit/workers": float(report.serving),
-        "refit/passes": float(report.passes),
-        "refit/version": float(report.version),
+        "seconds": seconds,
+        "pause_seconds": report.paused_seconds,
+        "bytes": float(nbytes),
+        "gb_per_s": nbytes / 1e9 / seconds,
+        "workers": float(report.serving),
+        "passes": float(report.passes),
+        "version": float(report.version),
     }
 
 
