@@ -11,13 +11,12 @@ from rollway.bench.prime_rl import (
     LIMITS,
     LOADS,
     Load,
-    Seen,
     bench_prime_rl,
-    compare_pauses,
     format_figures,
     list_runs,
     summarize,
 )
+from rollway.bench.prime_rl_pause import Seen, compare_pauses
 from rollway.errors import UsageError
 
 
