@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _MARK = "rollway-offline:"
 _LONGEST_LINE = 1 << 22
 _WARM_UP_TOKENS = 32
+_END_SECONDS = 30.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -89,10 +90,21 @@ async def start_offline(spec: StackSpec) -> AsyncIterator[tuple[OfflineEngine, f
         ready = await engine.ask({"model": str(model.path), "args": names})
         yield engine, float(ready["seconds"])
     finally:
-        # The engine runs in a child of that process, which outlives a kill of its parent.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End an offline engine: by itself if it can, because a killed one leaves semaphores."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_END_SECONDS):
+            await process.stdout.read()
+            await process.wait()
+    # The engine runs in a child of that process, which outlives a kill of its parent.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 async def measure_offline(
