@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollway.engine.background import share_cores
-from rollway.weights.copies import CopyInThreads
 
 if TYPE_CHECKING:
     from rollway.engine.patching import Served
@@ -120,7 +119,7 @@ class Shadow:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors with vLLM's loader."""
         self.arena.contents = None
-        with torch.no_grad(), CopyInThreads(torch.get_num_threads()):
+        with torch.no_grad():
             self.model.load_weights(tensors)
 
     def prepare(self) -> None:

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from rollway.weights.digest.checksums import Checksum, prepare_checksums, raw_bytes, uses_triton
-from rollway.weights.threads import Team
+from rollway.weights.digest.checksums import Checksum, prepare_checksums, uses_triton
 
 if TYPE_CHECKING:
     from rollway.weights.digest.gpu import DigestKernel
 
 _LARGE = 16 << 20  # From this many bytes on, the cost of one more request does not matter
 _WORD = torch.int64
-_PIECE = 2 << 20  # Bytes that a thread copies at a time on a CPU
 
 
 @dataclass(slots=True)
@@ -64,56 +59,6 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for target, source in pairs:
         copies.add(target, source)
     copies.run()
-
-
-class CopyInThreads(TorchFunctionMode):  # type: ignore[misc]
-    """While it is entered, `Tensor.copy_` of this thread copies large tensors in CPU memory with a
-    team of threads, in whatever code calls it. All other copies are torch's."""
-
-    def __init__(self, threads: int) -> None:
-        super().__init__()
-        self._threads = threads
-        self._team: Team | None = None
-
-    def __enter__(self) -> CopyInThreads:
-        self._team = Team(self._threads)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._team is not None:
-            self._team.__exit__(*error)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        is_plain = func is Tensor.copy_ and len(args) == 2 and not kwargs
-        if not is_plain or self._team is None or not _are_equal_runs(*args):
-            return func(*args, **(kwargs or {}))
-        target, source = (raw_bytes(tensor).numpy() for tensor in args)
-        pieces = [slice(start, start + _PIECE) for start in range(0, len(target), _PIECE)]
-        self._team.map(lambda piece: _copy_piece(target[piece], source[piece]), pieces)
-        return args[0]
-
-
-def _are_equal_runs(target: Any, source: Any) -> bool:
-    """Return whether a copy is one of bytes: between two large runs of memory in a CPU's, of the
-    same dtype and shape, which do not overlap."""
-    if not (isinstance(target, Tensor) and isinstance(source, Tensor)):
-        return False
-    is_run = (
-        all(t.device.type == "cpu" and t.is_contiguous() for t in (target, source))
-        and target.nbytes > _PIECE
-        and target.dtype == source.dtype
-        and target.shape == source.shape
-        and not (source.is_conj() or source.is_neg())
-    )
-    return is_run and abs(target.data_ptr() - source.data_ptr()) >= target.nbytes
-
-
-def _copy_piece(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
-    target[:] = source
 
 
 class SummedCopies:

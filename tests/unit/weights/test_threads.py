@@ -1,4 +1,4 @@
-"""Copies and sums in threads give the same bytes and numbers as torch, and end with their call."""
+"""Sums in threads give the same numbers as in one, and threads end with their call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-from rollway.weights.copies import CopyInThreads
 from rollway.weights.digest.checksums import raw_bytes, word_sum, word_sums
 from rollway.weights.threads import Team
 
@@ -55,36 +54,6 @@ def test_an_error_is_raised_after_all_threads_have_stopped() -> None:
     with Team(3) as team, pytest.raises(ValueError, match="damaged"):
         team.map(work, range(50))
     assert not running
-
-
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_large_copies_are_exact(threads: int) -> None:
-    source, target = draw(LARGE), torch.zeros(LARGE, dtype=torch.bfloat16)
-    parameter = torch.nn.Parameter(torch.zeros(2, LARGE, dtype=torch.bfloat16))
-    with torch.no_grad(), CopyInThreads(threads):
-        assert target.copy_(source) is target
-        parameter[1].copy_(source)
-        parameter.data[0].copy_(source)
-    assert torch.equal(target, source) and torch.equal(parameter, torch.stack([source] * 2))
-
-
-def test_other_copies_are_left_to_torch() -> None:
-    """Those with a cast, a broadcast, gaps, an overlap, or a few bytes."""
-    base, small = draw(2 * LARGE), draw(5)
-    cast, wide = torch.empty(LARGE), torch.empty(3, LARGE, dtype=torch.bfloat16)
-    gaps, few = torch.zeros(LARGE, 2, dtype=torch.bfloat16), torch.empty_like(small)
-    moved, expected = base.clone(), base.clone()
-    with CopyInThreads(2):
-        cast.copy_(base[:LARGE])
-        wide.copy_(base[:LARGE])
-        gaps[:, 1].copy_(base[:LARGE])
-        few.copy_(small)
-        moved[LARGE:].copy_(moved[:LARGE])
-    expected[LARGE:] = base[:LARGE]
-    assert torch.equal(cast, base[:LARGE].float()) and torch.equal(few, small)
-    assert all(torch.equal(row, base[:LARGE]) for row in wide)
-    assert torch.equal(gaps[:, 1], base[:LARGE]) and not gaps[:, 0].any()
-    assert torch.equal(moved, expected)
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
