@@ -176,6 +176,20 @@ def test_a_supervisor_outlives_the_shell_between_it_and_its_owner(
     assert footprint.settle() == {}
 
 
+def test_the_error_of_a_supervisor_behind_a_shell_keeps_its_type(
+    base_model: Path, footprint: Footprint
+) -> None:
+    """It has ended by the time that somebody looks, and its parent is not known any more."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        spec = mocker_spec(base_model, "grandchild", frontend={"port": port})
+        with pytest.raises(PortInUse, match=str(port)):
+            local.start(spec, as_grandchild=True)
+    assert footprint.settle() == {}
+
+
 def test_killing_the_owner_ends_the_stack(base_model: Path, footprint: Footprint) -> None:
     owner = owner_of_a_stack(base_model)
     owner.kill()

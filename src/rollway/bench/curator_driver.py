@@ -83,7 +83,8 @@ def _make_server(backend: str, model: str, replicas: int, number: int) -> Any:
     for entry in fields["models"]:
         entry.update(engine="mocker", args={})
     stack = {**fields, **make_launcher_fields()}
-    return InferenceServer(models=[], backend=RollwayServerConfig(stack=stack))
+    # Curator's own server has its default port, and both run beside each other.
+    return InferenceServer(models=[], backend=RollwayServerConfig(stack=stack), port=8010)
 
 
 def _measure(backend: str, server: Any) -> Round:

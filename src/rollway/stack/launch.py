@@ -72,6 +72,7 @@ def wait_until_ready(
 ) -> StackState:
     stop_request = directory.get_stop_request(processes.this_process())
     state, read = None, None
+    spawned = (directory.path / "supervisor.log").stat().st_mtime_ns
     while True:
         if stop_request.exists():
             raise _make_stopped_error(directory)
@@ -80,7 +81,8 @@ def wait_until_ready(
         # The supervisor replaces the file: a look at its identity is cheaper than its validation.
         if (written := _identify(directory.state_file)) != read:
             state, read = directory.read(), written
-        if state is not None and _is_from(state, supervisor):
+        is_new = read is not None and read[1] >= spawned
+        if state is not None and _is_from(state, supervisor, is_new=is_new):
             if progress:
                 progress(state)
             if state.phase == "ready" and not has_exited:
@@ -92,13 +94,16 @@ def wait_until_ready(
         time.sleep(_POLL_SECONDS)
 
 
-def _is_from(state: StackState, supervisor: subprocess.Popen[bytes]) -> bool:
+def _is_from(state: StackState, supervisor: subprocess.Popen[bytes], *, is_new: bool) -> bool:
     """Whether a state is this supervisor's, or that of its shell's child."""
     pid = state.supervisor_pid
     if pid == supervisor.pid:
         return True
     parent = processes.find_parent(pid)
-    return parent is not None and parent.pid == supervisor.pid
+    if parent is None:
+        # It has ended already, with the error that it wrote; nobody else may start this name.
+        return is_new
+    return parent.pid == supervisor.pid
 
 
 def _identify(file: Path) -> tuple[int, int] | None:
