@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollway.errors import SpecError, UsageError
-from rollway.fleet.discovery import RlListing
+from rollway.fleet.discovery import DnsListing, HealthListing, RlListing, Source, StaticList
 from rollway.gateway.access import Access
 from rollway.gateway.messages import check_contiguous
 from rollway.gateway.replies import add_bundle
@@ -21,6 +21,8 @@ from rollway.integrations.nemo_rl.gym import (
     GymServer,
     Profile,
     choose_sampling,
+    decode_job,
+    encode_job,
     make_job,
     read_chat_template,
     read_profiles,
@@ -244,3 +246,21 @@ def test_a_gateway_that_cannot_start_says_why(tmp_path: Path) -> None:
     tokenizer = {"name": str(build(tmp_path)), "chat_template_kwargs": {"tools": []}}
     with pytest.raises(SpecError, match="cannot set tools"):
         GymServer(ADDRESS, {}, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        RlListing("http://127.0.0.1:8001", "http://127.0.0.1:8000", (("authorization", "x"),)),
+        HealthListing("http://10.0.0.1:8000", ("ns-a", "ns-b"), 9091),
+        DnsListing("pods", 8000, 1.0, (RlListing("http://10.0.0.1:8001"),)),
+        StaticList(("http://10.0.0.1:9090",), "m"),
+    ],
+)
+def test_a_job_reaches_the_child_as_it_was(listing: Source) -> None:
+    address = Address("http://10.0.0.1:8000", "m", listing, 2048, "secret")
+    job = make_job(
+        address, {"model_name": "m", "temperature": 0.5}, {"chat_template_kwargs": {"a": [1]}}
+    )
+    line = encode_job(job)
+    assert line.count(b"\n") == 1 and decode_job(line) == job

@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import os
-import pickle
 import secrets
 import select
 import subprocess
@@ -28,7 +27,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import msgspec
 
 import rollway
 from rollway.config import is_loopback
@@ -40,7 +41,7 @@ from rollway.errors import (
     UsageError,
     restore_error,
 )
-from rollway.fleet.discovery import RlListing
+from rollway.fleet.discovery import RlListing, Source
 from rollway.gateway.access import Access
 from rollway.gateway.command import create_gateway, listen, tune_collector
 from rollway.gateway.connections import raise_file_limit
@@ -99,6 +100,26 @@ class Job:
     profiles: tuple[Profile, ...]
 
 
+_LISTINGS = {kind.__name__: kind for kind in get_args(Source)}
+
+
+def encode_job(job: Job) -> bytes:
+    """Return a job as one line of JSON."""
+    fields = {**msgspec.to_builtins(job), "listing": type(job.address.listing).__name__}
+    return msgspec.json.encode(fields) + b"\n"
+
+
+def decode_job(line: bytes) -> Job:
+    """Return the job of a line."""
+    fields = msgspec.json.decode(line)
+    address = fields["address"]
+    listing = msgspec.convert(address["listing"], _LISTINGS[fields.pop("listing")])
+    profiles = tuple(Profile(**profile) for profile in fields["profiles"])
+    return Job(
+        **{**fields, "address": Address(**{**address, "listing": listing}), "profiles": profiles}
+    )
+
+
 class GymServer:
     """A gateway for NeMo-Gym, in a child process.
 
@@ -143,7 +164,7 @@ class GymServer:
         """Send the job and return the port; raise the error that the child reports."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended: there is no report
-            self._process.stdin.write(pickle.dumps(job))
+            self._process.stdin.write(encode_job(job))
             self._process.stdin.flush()
         seconds = (cfg.get("dynamo_cfg") or {}).get("startup_timeout_s") or START_SECONDS
         if not select.select([self._process.stdout], [], [], seconds)[0]:
@@ -261,7 +282,7 @@ def main() -> int:
     """Serve the job that arrives at stdin until the driver lets go."""
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nobody reads what libraries print
-    job = pickle.load(sys.stdin.buffer)
+    job = decode_job(sys.stdin.buffer.readline())
     try:
         asyncio.run(_serve(job, reports.fileno()))
     except RollwayError as error:
