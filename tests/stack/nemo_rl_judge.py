@@ -22,7 +22,9 @@ def judge(result: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Return the dtypes and lengths of the messages, or the error."""
     method = NemoGym.__ray_metadata__.modified_class._postprocess_nemo_gym_to_nemo_rl_result
     try:
-        rollout = method(SimpleNamespace(cfg={}), {"responses_create_params": {}}, result, tokenizer)
+        rollout = method(
+            SimpleNamespace(cfg={}), {"responses_create_params": {}}, result, tokenizer
+        )
     except (AssertionError, ValueError) as error:
         return {"error": str(error)[:500]}
     log = rollout["message_log"]
