@@ -33,14 +33,13 @@ _MIB, _GIB = 1 << 20, 1 << 30
 async def measure_colocated(bench: GpuEngineBench) -> dict[str, Any]:
     """Run the steps at both levels, and return their memory, seconds and checks."""
     on_gpu = bench.device.type == "cuda"
-    filler_bytes = int(bench.options.filler_gib * _GIB) if on_gpu else 0
-    filler = torch.empty(filler_bytes, dtype=torch.uint8, device=bench.device)
     notes = [] if on_gpu else ["vLLM's engine on CPU stops, but keeps its memory while it sleeps"]
     if bench.options.filler_gib and not on_gpu:
         notes.append("without a GPU there is no filler")
     for note in notes:
         bench.say(f"colocated: {note}")
-    figures: dict[str, Any] = {"filler_gib": filler.nbytes / _GIB, "notes": notes}
+    filled = 0 if bench.filler is None else bench.filler.nbytes
+    figures: dict[str, Any] = {"filler_gib": filled / _GIB, "notes": notes}
     options: dict[str, Any] = {"in_place": True} if on_gpu else {}
     async with bench.stack.publisher("cuda_ipc" if on_gpu else "shm", **options) as publisher:
         for level in (1, 2):

@@ -21,6 +21,7 @@ import asyncio
 import gc
 import inspect
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -87,6 +88,8 @@ class GpuEngineBench:
     figures: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    filler: torch.Tensor | None = None
+    """Memory of the GPU that is taken so that little is free."""
     version: int = 0
     reference: Reference | None = None
     refits: int = 0
@@ -141,6 +144,7 @@ class GpuEngineBench:
             self.stack = stack
             self.figures["start_seconds"] = time.perf_counter() - began
             self.say(f"the stack is ready after {self.figures['start_seconds']:.1f} s")
+            self._fill_memory()
             await self._measure("throughput", self._measure_throughput)
             await self._measure("cuda_ipc", self._measure_cuda_ipc)
             await self._measure("cuda_ipc_in_place", self._measure_in_place)
@@ -156,6 +160,15 @@ class GpuEngineBench:
                 await self._measure("by-turns", partial(measure_by_turns, self), _TURNS_SECONDS)
             await self._measure("stock", self._measure_stock)
             self.say("stopping the stack")
+            self.filler = None
+
+    def _fill_memory(self) -> None:
+        """Take memory of the GPU, so that refits are measured where little is free."""
+        if self.options.filler_gib and self.device.type == "cuda":
+            nbytes = int(self.options.filler_gib * (1 << 30))
+            self.filler = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self.figures["free_gib"] = torch.cuda.mem_get_info()[0] / (1 << 30)
+            self.say(f"memory is filled: {self.figures['free_gib']:.2f} GiB are free")
 
     async def _measure(
         self,
@@ -330,6 +343,7 @@ class GpuEngineBench:
             await self.stack.fleet.read_versions()
             row: dict[str, Any] = {"save_seconds": saved - began, "paused_seconds": ended - saved}
             row |= {"memory": memory.figures, "check": await self.check_fresh("stock")}
+            shutil.rmtree(directory)  # with 8b, four of them fill a small disk
             rows.append(row)
             self.say(f"stock: {json.dumps(round_floats(row, '.4g'))}")
         return {"paused_seconds": median(row["paused_seconds"] for row in rows), "updates": rows}

@@ -365,7 +365,7 @@ def _add_gpu_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=2, help="how often (default 2)")
     text = "of the part colocated, at each level (default 20)"
     parser.add_argument("--steps", type=int, default=20, help=text)
-    text = "of the GPU's memory that colocated fills (default 0)"
+    text = "of the GPU's memory that is filled before the first refit (default 0)"
     parser.add_argument("--filler-gib", type=float, default=0.0, metavar="GIB", help=text)
     parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
     text = "under load, publish from the trainer's own memory (cuda_ipc)"

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollway.errors import WeightsError
 from rollway.weights.digest.checksums import raw_bytes
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,22 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the proces
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: the process may not write to the memory
 Write = Callable[[int, NDArray[np.uint8]], object]
 """Consumes bytes of a tensor; the number says where in the tensor they start."""
+
+
+@contextlib.contextmanager
+def explain_exhaustion(what: str, fix: str) -> Iterator[None]:
+    """Raise `WeightsError` with figures where a trainer's device has no memory left for `what`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        # Read before anything is released: this is what was free when it failed.
+        free = torch.cuda.mem_get_info()[0] if torch.cuda.is_initialized() else 0
+        held = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+        raise WeightsError(
+            f"The device's memory does not hold {what}: {free / 1e9:.2f} GB are free, and this "
+            f"process holds {held / 1e9:.2f} GB.",
+            fix,
+        ) from error
 
 
 @dataclass(slots=True)

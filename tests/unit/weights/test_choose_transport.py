@@ -127,8 +127,11 @@ def test_every_publisher_keeps_the_contract(
         assert isinstance(publisher, Publisher) and publisher.transport == transport
         with pytest.raises(UsageError, match="no tensors"):
             publisher.publish(1)
+        with pytest.raises(UsageError, match=r"A Linear has no names.*named_parameters"):
+            publisher.publish(1, module)  # type: ignore[arg-type]
         offers = {}
-        for version, source in enumerate((module.named_parameters(), from_module(module)), 1):
+        sources = (module.named_parameters(), from_module(module), module.state_dict())
+        for version, source in enumerate(sources, 1):
             publisher.expect(1)
             offers[version] = offer = publisher.publish(version, source)
             reader = reader_for(offer, {})
@@ -138,16 +141,16 @@ def test_every_publisher_keeps_the_contract(
             publisher.wait(version)
             reader.release()
             reader.close()
-        assert offers[1].identity == offers[2].identity
+        assert len({offer.identity for offer in offers.values()}) == 1
         if transport in ("shm", "cuda_ipc", "nixl"):
             publisher.adopt(module.named_parameters())
-            assert publisher.publish(3).identity == offers[1].identity
+            assert publisher.publish(4).identity == offers[1].identity
         else:
             with pytest.raises(UsageError, match="cannot adopt"):
                 publisher.adopt(module.named_parameters())
         if transport not in ("shm", "nixl"):
             with pytest.raises(UsageError, match="only a part of w"):
-                publisher.publish(4, [half()])
+                publisher.publish(5, [half()])
         publisher.cancel()
     assert not (tmp_path / "versions").exists()
 

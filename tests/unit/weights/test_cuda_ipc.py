@@ -248,6 +248,28 @@ def test_false_offers_are_refused(tmp_path: Path) -> None:
         list(reader.tensors(offer))
 
 
+def test_a_full_device_is_a_refusal_and_its_memory_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mock: only a GPU that is full raises this error."""
+    publisher = CudaIpcPublisher(bucket_bytes=1 << 10, directory=tmp_path)
+    model = {f"layer.{number}": torch.ones(300) for number in range(4)}
+    prepare, calls = device_memory.Slot._prepare, iter(range(9))
+
+    def fail_at_third(slot: Any, number: int, tensors: Any) -> Any:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return prepare(slot, number, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device_memory.Slot, "_prepare", fail_at_third)
+        with pytest.raises(WeightsError, match=r"version 1.*GB are free.*in_place=True"):
+            publisher.publish(1, model)
+    assert list(tmp_path.rglob("*.bucket")) == [] and all(not s.buckets for s in publisher._slots)
+    assert publisher.publish(2, model).version == 2
+    publisher.close()
+
+
 def test_a_publisher_that_dies_leaves_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from pathlib import Path\n"

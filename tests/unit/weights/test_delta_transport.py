@@ -322,6 +322,24 @@ def test_a_failed_publish_is_invisible_and_the_next_one_is_right(history: Histor
     assert same(live, history.truth[7])
 
 
+def test_a_full_device_is_a_refusal_with_the_fix(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mock: only a GPU that is full raises this error."""
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    before = history.store.keys()
+    with monkeypatch.context() as patch:
+        patch.setattr(history.publisher, "_write", fail)
+        with pytest.raises(WeightsError, match=r"GB are free.*hold_on_cpu=True"):
+            history.publisher.publish(6, history.state)
+    assert history.store.keys() == before
+    history.publish(6)
+    assert history.chain(None, 6) == ["snapshot 6"]
+
+
 Change = Callable[[State], object]
 
 

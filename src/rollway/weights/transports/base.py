@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 NamedTensor: TypeAlias = "tuple[str, Tensor]"
 Source: TypeAlias = (
-    "Iterable[NamedTensor] | Iterable[HeldTensor] | Iterable[NamedTensor | HeldTensor]"
+    "Mapping[str, Tensor] | Iterable[NamedTensor] | Iterable[HeldTensor]"
+    " | Iterable[NamedTensor | HeldTensor]"
 )
 """Pairs of name and tensor, or the HeldTensors of `from_module` and `from_megatron`."""
 
@@ -246,7 +247,8 @@ class InspectedSource:
 
 def inspect_source(tensors: Source | None) -> InspectedSource:
     """Look at the first tensor to tell pairs from HeldTensors, and a GPU from a CPU."""
-    iterator = iter(tensors or ())
+    tensors = list_items(tensors or ())
+    iterator = iter(tensors)
     is_stream = iterator is tensors
     first = list(islice(iterator, 1))
     if not first:
@@ -268,9 +270,21 @@ def inspect_source(tensors: Source | None) -> InspectedSource:
     return InspectedSource(iter(()), held, on_gpu)
 
 
+def list_items(tensors: Source) -> Iterable[NamedTensor | HeldTensor]:
+    """Return the items of a source, or of a mapping such as `model.state_dict()`."""
+    if isinstance(tensors, Mapping):
+        return tensors.items()
+    if not isinstance(tensors, Iterable):
+        raise UsageError(
+            f"A {type(tensors).__name__} has no names and tensors to publish.",
+            "Pass (name, tensor) pairs, such as model.named_parameters().",
+        )
+    return tensors
+
+
 def named_tensors(tensors: Source) -> Iterator[NamedTensor]:
     """Yield (name, tensor) pairs, from pairs or from HeldTensors that hold whole tensors."""
-    for item in tensors:
+    for item in list_items(tensors):
         if isinstance(item, tuple):
             yield item
         elif is_whole(item):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import leftovers
+from rollway.weights.device_copies import explain_exhaustion
 from rollway.weights.digest.checksums import Checksum, prepare_checksums
 from rollway.weights.offer import Count, Entry, Manifest, Offer
 from rollway.weights.transports.base import Publisher, Source, inspect_source
@@ -134,7 +135,15 @@ class CudaIpcPublisher(Publisher):
         slot = min(self._slots, key=lambda slot: slot.version)
         self._withdraw(slot)  # before its bytes change: a reader of it then notices
         pairs = ((n, _secure(tensor, source.is_stream)) for n, tensor in source.pairs())
-        entries = slot.copy(pairs)
+        try:
+            with explain_exhaustion(
+                f"version {version}, which cuda_ipc copies",
+                "Pass in_place=True, which publishes parameters from their own memory, or use shm.",
+            ):
+                entries = slot.copy(pairs)
+        except WeightsError:
+            slot.release()  # half a version: the trainer needs its memory
+            raise
         return self._announce(slot, version, entries, [])
 
     def adopt(self, tensors: Parameters) -> None:

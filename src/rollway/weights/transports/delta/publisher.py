@@ -15,7 +15,7 @@ from torch import Tensor
 from rollway.errors import UsageError
 from rollway.weights import leftovers
 from rollway.weights.copies import copy_all
-from rollway.weights.device_copies import stream_to_host
+from rollway.weights.device_copies import explain_exhaustion, stream_to_host
 from rollway.weights.digest.changes import RunningSums, is_mostly_changed
 from rollway.weights.digest.checksums import integers, word_sums
 from rollway.weights.offer import Offer
@@ -112,7 +112,11 @@ class DeltaPublisher(Publisher):
         if self._hold_on_cpu:
             named = stream_to_host(named)
         try:
-            manifest = self._write(version, named)
+            with explain_exhaustion(
+                "a copy of the last version, with which a delta is compared",
+                "Pass hold_on_cpu=True, which keeps it in CPU memory, or leave more memory free.",
+            ):
+                manifest = self._write(version, named)
             # Last: a version exists for readers once its manifest does.
             self._store.put(manifest_key(version), manifest.to_bytes(), durable=self._durable)
         except BaseException:

@@ -13,7 +13,13 @@ from rollway.weights.digest.checksums import digest, dtype_name
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer
 from rollway.weights.planning.targets import LocalTensor, TensorInfo
-from rollway.weights.transports.base import NamedTensor, Publisher, Source, check_next
+from rollway.weights.transports.base import (
+    NamedTensor,
+    Publisher,
+    Source,
+    check_next,
+    list_items,
+)
 from rollway.weights.transports.entries import lay_out, view_entry
 from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Pool, make_unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
@@ -199,7 +205,7 @@ def _read_source(
     tensors: dict[str, Tensor] = {}
     pieces: list[Piece] = []
     headers: dict[str, TensorInfo] = {}
-    for item in source:
+    for item in list_items(source):
         if isinstance(item, tuple):
             name, tensor = item
             headers[name] = header = _describe_tensor(tensor)
