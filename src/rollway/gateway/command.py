@@ -177,6 +177,11 @@ async def serve_until_signal(
     as_json: bool = False,
 ) -> None:
     """Listen, print the addresses, and serve until SIGINT or SIGTERM."""
+    # Before the addresses are printed: whoever reads them may stop the server at once.
+    stop_requested = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):
+            asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
     async with AsyncExitStack() as servers:
         urls = []
         for each in filter(None, (place, admin)):
@@ -189,10 +194,6 @@ async def serve_until_signal(
             ready["admin_url"] = urls[1]
             text += f", {urls[1]} takes admin calls"
         print(json.dumps(ready) if as_json else text, flush=True)
-        stop_requested = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(NotImplementedError):
-                asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
         await stop_requested.wait()
         print("stopping", file=sys.stderr)
 
