@@ -36,15 +36,17 @@ from rollway.gateway.replies import Refused, json_response
 from rollway.gateway.requests import parse
 from rollway.gateway.server import Gateway
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics, format_gauges
-from rollway.integrations.prime_rl.generate import GenerateRequest, Generator, Scorer
-from rollway.integrations.prime_rl.groups import read_request
-from rollway.integrations.prime_rl.lora import AdapterAliases
-from rollway.integrations.prime_rl.per_worker import WorkerParts
-from rollway.integrations.prime_rl.token_chat import (
+from rollway.integrations.prime_rl.generate import (
+    GenerateRequest,
+    Generator,
+    Scorer,
     has_token_data,
     make_chat_reply,
     read_token_chat,
 )
+from rollway.integrations.prime_rl.groups import read_request
+from rollway.integrations.prime_rl.lora import AdapterAliases
+from rollway.integrations.prime_rl.per_worker import WorkerParts
 from rollway.integrations.prime_rl.trainer_logprobs import MismatchRecord
 from rollway.integrations.prime_rl.updates import WeightUpdates
 from rollway.integrations.prime_rl.virtual_worker import VirtualWorker
