@@ -1,9 +1,9 @@
 """`POST /inference/v1/generate` as prime-rl's clients send and read it: ids in, ids out.
 
-A request goes out over Dynamo's completions, which heed the taint of a weight version; Dynamo's own
-generate route heeds none. The client, `renderers`, ends an episode when a reply has a log-prob too
-few, one that is not finite, or the floor that engines write for "unknown", so such an answer is
-sampled again and never passed on.
+A request goes out over Dynamo's completions, which respect the taint of a weight version; Dynamo's
+own generate route respects none. The client, `renderers`, ends an episode when a reply has a
+log-prob too few, one that is not finite, or the floor that engines write for "unknown", so such an
+answer is sampled again and never passed on.
 
 prime-rl of June 2026 sends the same as chats whose prompt is token ids, `nvext.token_data`. Its
 clients call this transport `dynamo`, `dynamo_chat` or `dynamo_chat_nvext`, and score teachers by

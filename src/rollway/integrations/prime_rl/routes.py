@@ -90,9 +90,9 @@ class PrimeRl:
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         for path, handler in (
-            ("/health", self.health),
-            ("/liveness", self.liveness),
-            ("/v1/models", self.models),
+            ("/health", self.show_health),
+            ("/liveness", self.show_liveness),
+            ("/v1/models", self.list_models),
             ("/metrics", self.show_metrics),
         ):
             router.add_get(path, handler)
@@ -210,7 +210,7 @@ class PrimeRl:
 
     # --- state -----------------------------------------------------------------------------------
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def show_health(self, request: web.Request) -> web.Response:
         """Answer 200 once a worker can be asked; prime-rl polls this until it starts."""
         answering = await self._list_answering()
         if not answering:
@@ -218,7 +218,7 @@ class PrimeRl:
         state = {"status": "ok", "model": self.model, "workers": len(answering)}
         return json_response({**state, "answers": self.plane})
 
-    async def liveness(self, request: web.Request) -> web.Response:
+    async def show_liveness(self, request: web.Request) -> web.Response:
         """Answer 200 while an engine responds, in prime-rl's own words."""
         try:
             async with asyncio.timeout(LIVENESS_SECONDS):
@@ -229,7 +229,7 @@ class PrimeRl:
         status = 200 if alive else 503
         return web.Response(body=body, status=status, content_type="application/json")
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def list_models(self, request: web.Request) -> web.Response:
         base = {"id": self.model, "object": "model", "owned_by": "rollway", "root": self.model}
         entries = [base, *self.adapters.list_models(self.model)]
         lengths = {"max_model_len": self.context_length}
