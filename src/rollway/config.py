@@ -256,7 +256,7 @@ def _check_join(spec: StackSpec, join: JoinSpec) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host. A name that begins with 127. is no address."""
+    """Return whether only this machine reaches a host. A name that begins with 127. is none."""
     if host == "localhost":
         return True
     try:

@@ -58,7 +58,7 @@ class Http:
         self._closed = False
 
     @asynccontextmanager
-    async def pinned(self) -> AsyncIterator[Http]:
+    async def pin(self) -> AsyncIterator[Http]:
         """Yield a client that sends all its calls over one connection, and so to one process.
 
         Its calls fail once the connection breaks: a moment later the address may belong to another

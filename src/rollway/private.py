@@ -113,5 +113,5 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name can only name an entry of the directory it is used in."""
+    """Return whether a name can only name an entry of the directory it is used in."""
     return 0 < len(name) < 256 and name not in (".", "..") and not set(name) & {"/", "\0"}

@@ -54,7 +54,11 @@ class Broadcasts:
             path.mkdir()
             save_file(tensors, path / "model.safetensors")
             stage(path)
-            state = {"state": "ready", "error": "", "digest": self.reader.received(offer)}
+            state = {
+                "state": "ready",
+                "error": "",
+                "digest": self.reader.get_digest(offer),
+            }
         except Exception as error:  # noqa: BLE001 (the worker answers with it)
             state = {"state": "failed", "error": str(error)}
         if offer.identity in self._states:  # otherwise it was discarded

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from dynamo.llm.exceptions import EngineShutdown
 
-from rollway.engine.core import version_in
+from rollway.engine.core import read_version
 from tests.light.cache import PrefixCache
 from tests.light.checkpoint import Array
 from tests.light.model import Decoding, log_softmax
@@ -142,7 +142,7 @@ class Engine:
         if self.mode == "decode" and hand_over:
             decoding.import_kv(hand_over)
         entry = Request(context.id(), params, decoding, seed)
-        version = version_in(params.salt)
+        version = read_version(params.salt)
         if self.label is not None and version not in (None, self.label):
             yield entry.chunk("cancelled")
             return

@@ -40,7 +40,7 @@ from rollway.weights.transports import collective_rendezvous as rendezvous
 from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Store
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
-from rollway.weights.transports.delta.installing import apply
+from rollway.weights.transports.delta.reader import apply, fetch
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.transports.nixl.catalog_http import Call, CatalogServer
 from rollway.weights.transports.nixl.listing import (
@@ -151,7 +151,7 @@ def read_list(raw: bytes) -> None:
 
 def read_deltas(raw: bytes) -> None:
     (DELTAS.root / DELTA_KEY).write_bytes(_with_digest(raw))
-    DeltaVersions(DELTAS).fetch({}, None, 1)
+    fetch(DeltaVersions(DELTAS), {}, None, 1)
 
 
 def _with_digest(raw: bytes) -> bytes:

@@ -27,7 +27,7 @@ from rollway.weights.transports.delta import (
 )
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
-from rollway.weights.transports.delta.installing import apply
+from rollway.weights.transports.delta.reader import apply, fetch
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.transports.nixl.catalog_http import (
     CatalogServer,
@@ -196,7 +196,7 @@ def test_a_change_that_is_longer_than_its_tensor(
     snapshot = Object(first.snapshot.key, 1 << 40)
     rewrite(store, msgspec.structs.replace(first, tensors={"a": entry}, snapshot=snapshot))
     with pytest.raises(WeightsError, match="is said to have"):
-        DeltaVersions(store).fetch({}, None, 1)
+        fetch(DeltaVersions(store), {}, None, 1)
 
 
 def test_a_snapshot_of_another_model_before_the_deltas(
@@ -206,7 +206,7 @@ def test_a_snapshot_of_another_model_before_the_deltas(
     entry = msgspec.structs.replace(first.tensors["a"], shape=(1 << 20,))
     rewrite(store, msgspec.structs.replace(first, tensors={"a": entry}))
     with pytest.raises(WeightsError, match="of another model"):
-        DeltaVersions(store).fetch({}, None, 3)
+        fetch(DeltaVersions(store), {}, None, 3)
 
 
 @pytest.mark.timeout(60)
@@ -420,4 +420,4 @@ def test_a_snapshot_that_lacks_a_tensor(tmp_path: Path) -> None:
     entry = msgspec.structs.replace(manifest.tensors["a"], snapshot=None)
     rewrite(store, msgspec.structs.replace(manifest, tensors={**manifest.tensors, "a": entry}))
     with pytest.raises(WeightsError, match="in none of its objects"):
-        DeltaVersions(store).fetch({}, None, 1)
+        fetch(DeltaVersions(store), {}, None, 1)

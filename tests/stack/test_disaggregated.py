@@ -231,7 +231,7 @@ def test_a_version_that_one_pool_has_is_refused_and_not_mixed(
 def _set_taints(worker: Worker, taints: list[str]) -> None:
     async def call() -> None:
         secret = Path(secret_file(read_state(NAME))).read_text().strip()
-        async with Http() as http, DynamoAdmin(http, secret=secret).pinned() as admin:
+        async with Http() as http, DynamoAdmin(http, secret=secret).pin() as admin:
             await admin.set_taints(worker, taints)
 
     asyncio.run(call())

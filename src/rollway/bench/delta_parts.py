@@ -21,7 +21,7 @@ from rollway.weights.digest.changes import RunningSums, compare_pairs
 from rollway.weights.digest.checksums import integers, word_sums
 from rollway.weights.offer import Offer
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
-from rollway.weights.transports.delta.installing import read_elements, write_elements
+from rollway.weights.transports.delta.reader import read_elements, write_elements
 from rollway.weights.transports.delta.unpacking import add_bits
 
 ROUNDS = 3

@@ -231,7 +231,7 @@ def _compare(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
 def _encode(bench: _Bench, config: dict[str, Any]) -> dict[str, Any]:
     """Encode a delta: from tensors on the device to compressed bytes on the host, with digests."""
     from rollway.weights.transports.delta import format as delta
-    from rollway.weights.transports.delta.installing import apply
+    from rollway.weights.transports.delta.reader import apply
 
     old = _make_model(config, bench.device)
     new = _change_some(old)

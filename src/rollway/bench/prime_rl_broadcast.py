@@ -140,7 +140,7 @@ def _open_receivers(megabytes: int, count: int) -> Iterator[list[Connection]]:
 def _run_receiver(pipe: Connection, megabytes: int) -> None:
     import torch
 
-    from rollway.engine.incoming import reader_for
+    from rollway.engine.incoming import get_reader
     from rollway.engine.prime_rl_broadcast import PrimeRlBroadcastReader
     from rollway.weights.transports.base import Reader
 
@@ -162,7 +162,7 @@ def _run_receiver(pipe: Connection, megabytes: int) -> None:
                 broadcasts.join(offer, rank, torch.device("cpu"))
                 _wait_joined(broadcasts, offer)
             else:
-                reader = reader_for(offer, readers)
+                reader = get_reader(offer, readers)
                 reader.headers(offer)
                 for name, tensor in reader.tensors(offer):
                     parameters[name].copy_(tensor)

@@ -32,7 +32,7 @@ from rollway.stack.state import StackDir
 KILL, FULL_DISK = "kill", "full_disk"
 FAULTS = (KILL, FULL_DISK, *BEHAVIOURS)
 
-_OLD_JOURNAL = "rollway.chaos.old_journal"
+_OLD_JOURNAL = "rollway.chaos.control"
 _DISK_MEBIBYTES = 32
 _FILLS = 3
 """How often the disk fills up in one round; each time a write is cut short."""

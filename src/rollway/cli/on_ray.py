@@ -23,18 +23,18 @@ def get_address(options: argparse.Namespace) -> str | None:
 
 
 def may_be_meant(options: argparse.Namespace) -> bool:
-    """Whether stacks of a Ray cluster are to be looked for."""
+    """Return whether stacks of a Ray cluster are to be looked for."""
     if options.on is not None:
         return parse_launcher(options.on)[0] == "ray"
-    return launcher.is_likely()
+    return launcher.may_reach_cluster()
 
 
 def is_meant(options: argparse.Namespace, name: str | None = None) -> bool:
-    """Whether a command is about a stack on Ray and not about one of this machine."""
+    """Return whether a command is about a stack on Ray and not about one of this machine."""
     name = name or options.name
     if options.on is not None or (name is not None and "/" in name):
         return (name is not None and "/" in name) or may_be_meant(options)
-    if getattr(options, "all", False) or not launcher.is_likely():
+    if getattr(options, "all", False) or not launcher.may_reach_cluster():
         return False
     names = local.list_names()  # also one that is still starting
     return name not in names if name else not names

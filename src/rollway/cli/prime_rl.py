@@ -41,14 +41,14 @@ def serve(options: argparse.Namespace) -> int:
 
 def config(options: argparse.Namespace) -> int:
     """Print the part of prime-rl's config that names a running server."""
-    from rollway.integrations.prime_rl.check import check_answers, make_toml, read_key
+    from rollway.integrations.prime_rl.check import check_answers, make_headers, make_toml
 
     url = f"{options.url.rstrip('/').removesuffix('/v1')}/v1"
     admin = f"{(options.admin_url or url).rstrip('/').removesuffix('/v1')}/v1"
 
     async def read_model() -> str:
         async with Http() as http:
-            headers = read_key({})
+            headers = make_headers({})
             answer = await http.get(f"{url}/models", timeout=10.0, headers=headers)
             path = f"{admin.removesuffix('/v1')}/health"
             health = await http.get(path, timeout=10.0, headers=headers)

@@ -1,4 +1,4 @@
-"""Receives LoRA adapters and verifies that vLLM uses them.
+"""Receive LoRA adapters, and verify that vLLM uses them.
 
     rollway_adapter ─► check names, shapes, config ─► background: read ─► verify ─► write files
     rollway_adapter_ready ─► running, failed or ready
@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollway.engine.background import BackgroundTask
-from rollway.engine.incoming import reader_for
+from rollway.engine.incoming import get_reader
 from rollway.weights.adapter import Adapter, create_adapter_home, detach_adapter, directory_of
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import digest
@@ -86,7 +86,7 @@ class Adapters:
             raise RuntimeError(f"an earlier {adapter.served} has not ended yet; try again later")
         # A delta is applied to the last version of that name, which its reader keeps.
         readers = self._readers.setdefault(adapter.served.rpartition("@")[0], {})
-        reader = reader_for(offer, readers)
+        reader = get_reader(offer, readers)
         layers = Layers(self._worker, self._served)
         layers.check_config(adapter.config)
         layers.check_headers(reader.headers(offer), int(adapter.config["r"]))
@@ -106,21 +106,21 @@ class Adapters:
 
     def check_ready(self, served: str) -> None:
         """Raise while an adapter is being received, and its error if that failed."""
-        task = self._arrival(served).task
+        task = self._get_arrival(served).task
         assert task is not None
         task.check()
 
     def check_loaded(self, served: str, number: int | None) -> None:
         """Raise unless the engine uses the adapter; `number` is the engine's id of it."""
         self.check_ready(served)
-        arrival = self._arrival(served)
+        arrival = self._get_arrival(served)
         tensors = load_file(arrival.directory / WEIGHTS)
         if {name: digest(tensor) for name, tensor in tensors.items()} != arrival.digests:
             raise RuntimeError(f"another program changed {arrival.directory}")
         layers = Layers(self._worker, self._served)
         if number is not None:
             layers.activate(served, number, arrival.directory)
-        if not layers.hold(layers.pairs(tensors, arrival.adapter.config), number):
+        if not layers.hold(layers.make_pairs(tensors, arrival.adapter.config), number):
             raise RuntimeError(f"the engine does not hold the weights published as {served}")
 
     def discard(self, served: str) -> None:
@@ -132,7 +132,7 @@ class Adapters:
         self._ending[arrival.directory] = arrival.task
         shutil.rmtree(arrival.directory, ignore_errors=True)
 
-    def _arrival(self, served: str) -> Arrival:
+    def _get_arrival(self, served: str) -> Arrival:
         if served not in self._arrivals:
             raise RuntimeError(f"this worker did not receive adapter {served}")
         return self._arrivals[served]
@@ -170,8 +170,8 @@ class Layers:
         halves: dict[str, set[bool]] = {}
         for name, header in new.items():
             module, first = self._parse(name)
-            layer, index = self._layer(name, module)
-            out, into = self._shape(name, layer, index)
+            layer, index = self._find_layer(name, module)
+            out, into = self._get_shape(name, layer, index)
             wanted = (rank, into) if first else (out, rank)
             if tuple(header.shape) != wanted:
                 raise RuntimeError(
@@ -184,7 +184,7 @@ class Layers:
         if not halves:
             raise RuntimeError("the adapter has no tensors")
 
-    def pairs(
+    def make_pairs(
         self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
     ) -> dict[str, Pair]:
         """Return A, and B times the scale, rounded as vLLM does."""
@@ -230,7 +230,7 @@ class Layers:
         module, first = parse_fine_tuned_lora_name(name, self._mapper)
         return str(module), bool(first)
 
-    def _layer(self, name: str, module: str) -> tuple[Any, int]:
+    def _find_layer(self, name: str, module: str) -> tuple[Any, int]:
         whole, index = self._places.get(module, (module, 0))
         layer = self._manager.modules.get(whole)
         if layer is None or ".lora_" not in name:
@@ -243,7 +243,7 @@ class Layers:
             )
         return layer, index
 
-    def _shape(self, name: str, layer: Any, index: int) -> tuple[int, int]:
+    def _get_shape(self, name: str, layer: Any, index: int) -> tuple[int, int]:
         """Return the shape of the adapted weight: outputs, inputs."""
         if layer.tp_size == 1:
             out, into = layer.lora_b_stacked[index].shape[-2], layer.lora_a_stacked[index].shape[-1]
@@ -309,7 +309,7 @@ def _write(directory: Path, tensors: dict[str, torch.Tensor], config: Mapping[st
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def adapters_of(worker: Any, served: Mapping[str, TensorHeader] | None) -> Adapters:
+def get_adapters(worker: Any, served: Mapping[str, TensorHeader] | None) -> Adapters:
     """Return the worker's adapters; create them at the first call."""
     if not hasattr(worker, "_rollway_adapters"):
         worker._rollway_adapters = Adapters(worker, served)

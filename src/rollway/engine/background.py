@@ -1,4 +1,4 @@
-"""Slow work in a worker, in a background thread beside generation."""
+"""Run slow work of a worker in a background thread, beside generation."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def release_frames(error: BaseException) -> None:
 
 
 @functools.cache
-def _all_threads() -> int:
+def _count_threads() -> int:
     return int(torch.get_num_threads())
 
 
@@ -119,7 +119,7 @@ def share_cores(*, alone: bool) -> None:
     """Let this thread compute with all cores, or with half of them while the engine generates. Two
     teams of threads on the same cores wait for each other at every step: a copy then takes ten
     times as long."""
-    _set_threads(_all_threads() if alone else max(1, _all_threads() // 2))
+    _set_threads(_count_threads() if alone else max(1, _count_threads() // 2))
 
 
 def use_one_core() -> None:

@@ -12,9 +12,9 @@ The engine's loop runs these steps one after the other between two of its own st
 stops only for the swap. A worker's Python process answers an admin call late when it carries many
 streams (0.1 to 0.8 s with 256 of them), so no call stands between the stop and the resume.
 
-A request names its version in its cache salt. The engine knows its own version, and takes a request
-of another version out at once, without a token. Only the engine can do that exactly: a request may
-wait anywhere in front of it while the weights change.
+A request names its version in its cache salt. The engine knows its own version, and aborts a
+request of another version at once, without a token. Only the engine can do that exactly: a request
+may wait anywhere in front of it while the weights change.
 
 There are two ways into the engine's process. With one rank the model runs there, and vLLM imports
 this module with the worker's extension. Several ranks have processes of their own; then vLLM loads
@@ -45,21 +45,22 @@ _OF_A_STACK = ("ROLLWAY_SECRET_FILE", "ROLLWAY_WEIGHTS_SECRET")
 """The variables of `rollway/orders.py`; a process without both is none of a stack."""
 
 
-def version_in(salt: str | None) -> int | None:
+def read_version(salt: str | None) -> int | None:
     """Return the version that a cache salt names; None if it names none."""
     match = _SALT.match(salt or "")
     return int(match[1]) if match else None
 
 
 def load_as_plugin() -> None:
-    """Add both to the engine, if this is a process of a stack. vLLM calls this in all its processes
-    and may do so twice; a process that it forks has what its parent has."""
+    """Add refits and the check of versions to the engine, if this is a process of a stack.
+
+    vLLM calls this in all its processes, possibly twice; a fork has what its parent has."""
     if any(name in os.environ for name in _OF_A_STACK):
         install()
 
 
 def install() -> bool:
-    """Add both to the engine of this process; return whether it runs here."""
+    """Add them to the engine of this process; return whether it has one."""
     module = sys.modules.get(_ENGINE)
     core: Any = getattr(module, "EngineCore", None)
     process: Any = getattr(module, "EngineCoreProc", None)
@@ -105,8 +106,8 @@ def install() -> bool:
     handle_shutdown = process._handle_shutdown
 
     def release_and_stop(engine: Any) -> bool:
-        """vLLM ends only when it holds no KV for decode workers, of which some may never fetch
-        theirs: until the lease of 30 s is over, while it has 10 s to exit."""
+        """Stop, and release what is held for decode workers. vLLM waits until they have fetched
+        their KV, or until its lease of 30 s is over, and has only 10 s to exit."""
         is_first_look = engine.shutdown_state.name == "REQUESTED"
         is_busy = bool(handle_shutdown(engine))
         if is_first_look and is_busy:
@@ -174,7 +175,7 @@ def read_all_ranks(collective_rpc: Callable[..., list[Any]]) -> Callable[..., li
 def is_admitted(engine: Any, request: Any) -> bool:
     """Return whether the request names no version, or the one that the engine serves. An engine
     without a label admits all: nobody has declared what it serves."""
-    label, version = getattr(engine, _LABEL_FIELD, None), version_in(request.cache_salt)
+    label, version = getattr(engine, _LABEL_FIELD, None), read_version(request.cache_salt)
     return label is None or version is None or version == label
 
 
@@ -219,7 +220,7 @@ class Refit:
             # `keep` freezes the requests. With the cache they lose their blocks, and compute them
             # again under the new weights.
             paused = self._engine.pause_scheduler(mode=self._mode, clear_cache=True)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the engine must serve on)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the engine must continue)
             return self._restore(error)
         if paused is None:
             self._finish()
@@ -228,7 +229,7 @@ class Refit:
         return self._result
 
     def cancel(self) -> None:
-        """Serve on with the old weights, if the engine still waits for running requests."""
+        """Continue with the old weights, if the engine still waits for running requests."""
         if not self._result.done():
             self._restore(RuntimeError("the refit was cancelled"))
 
@@ -273,7 +274,7 @@ class Refit:
         self._result.set_result([report])
 
     def _restore(self, error: BaseException) -> Future[list[Any]]:
-        """Serve on with the old weights: none was changed."""
+        """Continue with the old weights: none was changed."""
         self._engine.resume_scheduler()
         return self._refuse(f"the engine could not be paused: {error}")
 

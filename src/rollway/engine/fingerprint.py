@@ -144,16 +144,16 @@ class Proof:
         sums: Mapping[str, int] | None = None,
         cuts: Container[str] = (),
     ) -> None:
-        """`sums` are the publisher's word sums: the model is then compared with these, and not with
-        the received tensors. `cuts` names the tensors of which this rank receives only its part;
-        it must then hold exactly that part."""
+        """Prepare to verify a model. `sums` are the publisher's word sums: the model is then
+        compared with these, and not with the received tensors. `cuts` names the tensors of which
+        this rank receives only its part; it must then hold exactly that part."""
         self._sums = dict(sums or {})
         self._cuts = cuts
-        self._replicas = _replicas(model)
+        self._replicas = _count_replicas(model)
         self._packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
         self._fused_into = {part: whole for whole, parts in self._packed.items() for part in parts}
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
-        self._parameters = _parameters(model)
+        self._parameters = _list_parameters(model)
         names = (name for name, _ in model.named_parameters())
         self._full_names = dict(zip(self._parameters, names, strict=True))
         self._targets: dict[str, str | None] = {}
@@ -172,13 +172,13 @@ class Proof:
         return [
             name
             for name in names
-            if (self._target(name) is None and not name.endswith(_WITHOUT_PARAMETER))
+            if (self._get_target(name) is None and not name.endswith(_WITHOUT_PARAMETER))
             or self._count_copies(name) is None
         ]
 
     def list_missing(self, names: Iterable[str]) -> list[str]:
         """Return the parameters for which none of these tensors is."""
-        return self._list_others({self._target(name) for name in names})
+        return self._list_others({self._get_target(name) for name in names})
 
     def _list_others(self, filled: Container[str | None]) -> list[str]:
         names = self._parameters
@@ -200,7 +200,7 @@ class Proof:
     def expect(self, headers: Mapping[str, TensorHeader]) -> str:
         """Expect published sums alone; return a tensor that has no usable one, or ""."""
         for name, header in headers.items():
-            target = self._target(name)
+            target = self._get_target(name)
             if target is not None and self._parameters[target].numel() and name in self._sums:
                 self._add(
                     name, torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
@@ -241,7 +241,7 @@ class Proof:
         """Compute the fingerprints of this rank's parameters, for `compare`."""
         self.refuse_missing()
         self.finish_collecting()
-        parameters = _parameters(model)
+        parameters = _list_parameters(model)
         readable = {n: group for n, group in self._groups.items() if parameters[n].numel()}
         started = start_fingerprints([(parameters[n], g.words) for n, g in readable.items()])
         self._wrong = []
@@ -295,7 +295,7 @@ class Proof:
             )
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        target = self._target(name)
+        target = self._get_target(name)
         if target is None:
             return
         self._is_complete = False
@@ -318,10 +318,10 @@ class Proof:
                 self.by_sum.add(name)
             group.parts.append((name, 1 if cut else self._count_copies(name) or 1))
         else:
-            group.products[name.split(".")[-2]] = values.float() @ _probe(values.shape[1])
+            group.products[name.split(".")[-2]] = values.float() @ _make_probe(values.shape[1])
 
     def _start(self, name: str, tensor: torch.Tensor) -> Started:
-        target = self._target(name)
+        target = self._get_target(name)
         assert target is not None
         values = tensor.to(self._parameters[target].dtype)
         return start_fingerprint(values, words=self._groups[target].words)
@@ -332,9 +332,9 @@ class Proof:
 
     def target_of(self, name: str) -> str | None:
         """Return the parameter into which a tensor is loaded, as the model names it."""
-        return self._full_names.get(self._target(name) or "")
+        return self._full_names.get(self._get_target(name) or "")
 
-    def _target(self, name: str) -> str | None:
+    def _get_target(self, name: str) -> str | None:
         """Return the engine's parameter into which a tensor is loaded."""
         if name not in self._targets:
             # Kept: vLLM's mapper tries many patterns, and this is asked several times a tensor
@@ -361,7 +361,7 @@ class Proof:
         replicated: queries, keys and values that are fused in the checkpoint."""
         if not self._replicas:
             return 1
-        target = self._target(name) or ""
+        target = self._get_target(name) or ""
         copies = self._replicas.get(target.rpartition(".")[0], 1)
         if copies == 1:
             return 1
@@ -383,7 +383,7 @@ class Proof:
         if kernel is None or set(order) != set(group.products):
             return False
         expected = torch.cat([group.products[part] for part in order])
-        probe = _probe(_width(layer)).to(layer.weight.dtype)
+        probe = _make_probe(_get_width(layer)).to(layer.weight.dtype)
         product = kernel(probe[None], layer.weight, None)[0].float()
         if product.numel() != expected.numel():
             return False
@@ -393,23 +393,23 @@ class Proof:
         return bool((product - expected).abs().max() / scale < (1e-4 if is_precise else 3e-2))
 
 
-def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _list_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters by their names without adapters, which wrap a layer as `base_layer`."""
     return {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
 
 
-def _replicas(model: torch.nn.Module) -> dict[str, int]:
+def _count_replicas(model: torch.nn.Module) -> dict[str, int]:
     """Return the number of KV replicas of fused QKV layers by name, where it is more than one."""
     replicas = {n: getattr(m, "num_kv_head_replicas", 1) for n, m in model.named_modules()}
     return {n.replace(".base_layer", ""): count for n, count in replicas.items() if count > 1}
 
 
-def _probe(width: int) -> torch.Tensor:
+def _make_probe(width: int) -> torch.Tensor:
     """Return the known vector that packed layers are multiplied with."""
     return torch.cos(torch.arange(width, dtype=torch.float32) * 1.7 + 0.3)
 
 
-def _width(layer: Any) -> int:
+def _get_width(layer: Any) -> int:
     return int(getattr(layer, "input_size_per_partition", None) or layer.embedding_dim)
 
 

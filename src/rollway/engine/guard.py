@@ -1,5 +1,4 @@
-"""Starts a Dynamo worker whose admin routes accept only signed orders: `guard.py MODULE
-ARGUMENTS…`.
+"""Start a Dynamo worker whose admin routes accept only signed orders: `guard.py MODULE ARGUMENTS…`.
 
 Dynamo 1.6.1 serves its admin routes on a TCP port without credentials, and cannot serve them on a
 Unix socket. But Python code registers all of them with one method. The guard wraps that method
@@ -183,7 +182,7 @@ def send_plain_logprobs(engine_client: Any, is_own: Callable[[str], bool]) -> No
 
     Dynamo 1.6.1 decodes each of these tokens to text and describes it in a dictionary, for the
     alternatives that nobody asked for. With 256 rollouts at once, 16,000 tokens come at a time, and
-    the event loop answers nothing else meanwhile. It takes numbers as they are."""
+    the event loop answers nothing else meanwhile. It accepts numbers as they are."""
     generate = getattr(engine_client, "generate", None)
     if generate is None:
         return  # not vLLM's client: a worker of another engine, which takes the same orders
@@ -197,12 +196,12 @@ def send_plain_logprobs(engine_client: Any, is_own: Callable[[str], bool]) -> No
         if not is_plain or not is_own(request_id):
             return generate(prompt, sampling_params, request_id, *args, **kwargs)
         sampling_params.flat_logprobs = True
-        return _take_numbers(generate(prompt, sampling_params, request_id, *args, **kwargs))
+        return _pass_numbers(generate(prompt, sampling_params, request_id, *args, **kwargs))
 
     engine_client.generate = run
 
 
-async def _take_numbers(outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
+async def _pass_numbers(outputs: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
     async with contextlib.aclosing(outputs):
         async for result in outputs:
             for output in result.outputs:

@@ -1,4 +1,4 @@
-"""Copies staged weights into the parameters that serve, whose addresses stay.
+"""Copy staged weights into the parameters that serve, whose addresses stay.
 
 Captured graphs and compiled code hold on to the addresses of parameters. So a GPU's worker keeps
 its parameters and gets new contents: one batched copy during the pause, by a plan that was recorded
@@ -25,7 +25,7 @@ import torch
 
 from rollway.engine import memory
 from rollway.engine.fingerprint import Proof
-from rollway.engine.incoming import Incoming, Stopwatch, zero_padded
+from rollway.engine.incoming import Incoming, Stopwatch, zero_pad_all
 from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers
 from rollway.engine.loading import LoadPlan, Region, record_plan
 from rollway.engine.memory import HostBuffers, StagedTensors
@@ -91,7 +91,7 @@ class InPlace:
         incoming, model = self._incoming, self._incoming.model
         incoming.restrict(model)
         with incoming.measure("plan"):
-            self._plan = plan_for(incoming.worker, incoming.headers)
+            self._plan = get_plan(incoming.worker, incoming.headers)
         if self._receive_patch():
             return
         shapes = memory.list_received_shapes(incoming.headers, incoming.slices)
@@ -227,7 +227,7 @@ class InPlace:
             tensors: Iterable[tuple[str, torch.Tensor]] = proof.collect(incoming.tensors())
         else:
             tensors = self._tensors.items()
-        tensors = zero_padded(incoming.slices, tensors)
+        tensors = zero_pad_all(incoming.slices, tensors)
         if self.strategy == "reload":
             incoming.worker.reload_weights(weights_iterator=tensors)
             return
@@ -311,12 +311,12 @@ def _view_source(
     within = region.within(slices.shapes[name], box)
     if within is None:  # the loader cuts elsewhere; the zeros then fail the verification
         if name not in padded:
-            padded[name] = dict(zero_padded(slices, [(name, tensor)]))[name]
+            padded[name] = dict(zero_pad_all(slices, [(name, tensor)]))[name]
         return region.view(padded[name])
     return within.view(tensor)
 
 
-def plan_for(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:
+def get_plan(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:
     """Return the plan for tensors with these headers; record it at the first call."""
     plans: dict[Any, LoadPlan] = worker.__dict__.setdefault("_rollway_plans", {})
     key = tuple(sorted((name, h.dtype, h.shape) for name, h in headers.items()))

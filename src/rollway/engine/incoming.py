@@ -56,7 +56,7 @@ class Incoming:
     def restrict(self, model: torch.nn.Module) -> None:
         """Receive only what this rank holds of the model, if the transport can."""
         if self.reader.can_restrict:
-            mine = find_slices(rank_of(self.worker), self.headers, model)
+            mine = find_slices(find_engine_rank(self.worker), self.headers, model)
             self.slices = self.reader.restrict(self.offer, mine)
 
     def tensors(self, summed: Callable[[str], bool] = never) -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,7 +121,7 @@ def warm_up() -> None:
         reader.close()
 
 
-def reader_for(offer: Offer, readers: dict[str, Reader]) -> Reader:
+def get_reader(offer: Offer, readers: dict[str, Reader]) -> Reader:
     """Return the reader of the offer's transport from `readers`; add a new one if there is none."""
     if offer.transport not in readers:
         if offer.transport not in _READERS:
@@ -175,7 +175,7 @@ def find_slices(
     return slices.without(set(parameters.values()) - ((divided & filled) - unlike))
 
 
-def rank_of(worker: Any) -> EngineRank | None:
+def find_engine_rank(worker: Any) -> EngineRank | None:
     """Return the worker's rank in its engine, or None if it is alone or its sharding is unknown."""
     from vllm.distributed import (
         get_ep_group,
@@ -198,7 +198,7 @@ def rank_of(worker: Any) -> EngineRank | None:
         return None
 
 
-def zero_padded(
+def zero_pad_all(
     slices: Slices, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors, with each part at its place in a zero-padded whole tensor."""

@@ -50,9 +50,11 @@ class Region:
 
     def as_box(self, shape: Shape) -> Box | None:
         """Return the block of a contiguous tensor of this shape that the elements form."""
-        if math.prod(self.shape) == math.prod(shape) and self.stride == _strides(self.shape):
+        if math.prod(self.shape) == math.prod(shape) and self.stride == _compute_strides(
+            self.shape
+        ):
             return Box.whole(shape)
-        strides = _strides(shape)
+        strides = _compute_strides(shape)
         start, rest = [], self.offset
         for stride in strides:
             start.append(rest // stride)
@@ -74,7 +76,7 @@ class Region:
         box = self.as_box(whole)
         if box is None or box.intersect(part) != box:
             return None
-        strides, part_strides = _strides(whole), _strides(part.shape)
+        strides, part_strides = _compute_strides(whole), _compute_strides(part.shape)
         by_stride = {
             s: p for s, p, size in zip(strides, part_strides, whole, strict=True) if size > 1
         }
@@ -134,15 +136,15 @@ def record_plan(
     before = _Snapshot(model)
     refused = dict(changed)
     for _ in range(_MAX_ERRORS):
-        names = [n for n in headers if _layer_of(target_of(n) or "") not in refused]
+        names = [n for n in headers if _get_layer(target_of(n) or "") not in refused]
         recorder = _Recorder(model, {n: headers[n] for n in names})
         failure = recorder.run(model)
         if before.restore():
             return LoadPlan(refusal="vLLM's loader replaces parameters")
         if failure is None:
-            return recorder.plan(refused)
+            return recorder.make_plan(refused)
         name, error = failure
-        layer = _layer_of(target_of(name) or "")
+        layer = _get_layer(target_of(name) or "")
         if not layer or layer in refused:
             return LoadPlan(refusal=f"vLLM's loader needs the values of tensors ({error})")
         refused[layer] = f"its loader needs the values of {name} ({error})"
@@ -157,14 +159,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._live: dict[int, list[tuple[str, torch.Tensor]]] = {}
         self._shapes: dict[str, Shape] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            self._live.setdefault(_storage(tensor), []).append((name, tensor))
+            self._live.setdefault(_get_storage(tensor), []).append((name, tensor))
             self._shapes[name] = tuple(tensor.shape)
         self._parameters = {name for name, _ in model.named_parameters()}
         self._inputs = {
             name: torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
             for name, header in headers.items()
         }
-        self._names = {_storage(tensor): name for name, tensor in self._inputs.items()}
+        self._names = {_get_storage(tensor): name for name, tensor in self._inputs.items()}
         self._fresh: dict[int, torch.Tensor] = {}
         """What the loader created. Kept, so that no address is used twice."""
         self._copies: list[PlannedCopy] = []
@@ -194,20 +196,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         kwargs = kwargs or {}
         written = list(_list_written_tensors(func, args, kwargs))
-        protected = [t for t in written if not t.is_meta and _storage(t) not in self._fresh]
+        protected = [t for t in written if not t.is_meta and _get_storage(t) not in self._fresh]
         if protected:
             for target in protected:
                 self._record(func, target, args)
             return written[0]
         for tensor in written:
-            name = self._names.get(_storage(tensor))
+            name = self._names.get(_get_storage(tensor))
             if name is not None:
                 self._changed_inputs.add(name)
         result = func(*args, **kwargs)
-        known = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        known = {
+            _get_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and _storage(tensor) not in known:
-                self._fresh[_storage(tensor)] = tensor
+            if isinstance(tensor, torch.Tensor) and _get_storage(tensor) not in known:
+                self._fresh[_get_storage(tensor)] = tensor
         return result
 
     def _record(self, func: Any, target: torch.Tensor, args: tuple[Any, ...]) -> None:
@@ -226,7 +230,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _record_copy(
         self, name: str, region: Region, target: torch.Tensor, source: torch.Tensor
     ) -> None:
-        tensor = self._names.get(_storage(source))
+        tensor = self._names.get(_get_storage(source))
         if tensor is None:
             self._refused[name] = "its loader computes values"
         elif source.shape != target.shape or source.dtype != self._inputs[tensor].dtype:
@@ -236,13 +240,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def _place(self, target: torch.Tensor) -> tuple[str, Region]:
         """Return the parameter or buffer that a view belongs to, and which elements it has."""
-        for name, live in self._live.get(_storage(target), []):
+        for name, live in self._live.get(_get_storage(target), []):
             region = Region.of(target, live.storage_offset())
             if 0 <= region.offset < live.numel() and target.dtype == live.dtype:
                 return name, region
         return "", Region.of(target)
 
-    def plan(self, refused_layers: Mapping[str, str]) -> LoadPlan:
+    def make_plan(self, refused_layers: Mapping[str, str]) -> LoadPlan:
         """Return the plan of all parameters that are written completely and exactly once."""
         refused = dict(self._refused)
         regions: dict[str, list[Region]] = {}
@@ -257,17 +261,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             fault = _find_fault(self._shapes[name], regions.get(name, []), zeros.get(name, []))
             if fault:
                 refused.setdefault(name, fault)
-        layers = {_layer_of(name): why for name, why in refused.items()} | dict(refused_layers)
+        layers = {_get_layer(name): why for name, why in refused.items()} | dict(refused_layers)
         untouched = self._parameters - regions.keys()
         layers |= {
-            _layer_of(name): "its loader writes only a part of it"
+            _get_layer(name): "its loader writes only a part of it"
             for name in untouched
-            if name in zeros and _layer_of(name) not in layers
+            if name in zeros and _get_layer(name) not in layers
         }
         return LoadPlan(
-            copies=tuple(c for c in self._copies if _layer_of(c.parameter) not in layers),
-            padding=tuple(p for p in self._padding if _layer_of(p[0]) not in layers),
-            shapes={n: self._shapes[n] for n in regions if _layer_of(n) not in layers},
+            copies=tuple(c for c in self._copies if _get_layer(c.parameter) not in layers),
+            padding=tuple(p for p in self._padding if _get_layer(p[0]) not in layers),
+            shapes={n: self._shapes[n] for n in regions if _get_layer(n) not in layers},
             reloaded=layers,
         )
 
@@ -311,16 +315,16 @@ def _list_written_tensors(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iter
                 yield tensor
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _get_storage(tensor: torch.Tensor) -> int:
     """Return a number that tensors with the same memory have in common, also on `meta`."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def _layer_of(parameter: str) -> str:
+def _get_layer(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _strides(shape: Iterable[int]) -> Shape:
+def _compute_strides(shape: Iterable[int]) -> Shape:
     """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(tuple(shape)):
@@ -330,7 +334,8 @@ def _strides(shape: Iterable[int]) -> Shape:
 
 
 class _Snapshot:
-    """What a loader could replace without any operator: the parameters, and their memory."""
+    """The parameters of a model and their memory, which a loader could replace without any
+    operator."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._kept = [

@@ -63,15 +63,15 @@ def read_device_memory(device: torch.device, nbytes: int) -> FreeMemory:
     memory = FreeMemory(str(device), free, _read_reserve(total))
     if memory.holds(nbytes):
         return memory  # torch's list of its memory holds Python's lock for milliseconds
-    return FreeMemory(str(device), free_bytes(device), memory.reserve)
+    return FreeMemory(str(device), count_free_bytes(device), memory.reserve)
 
 
 def read_host_memory(nbytes: int, kept: int = 0) -> FreeMemory:
     """Return the memory that weights of `nbytes` may use; `kept` is held for them already."""
-    return FreeMemory("the host", free_bytes() + kept, int(_HOST_SPARE * nbytes))
+    return FreeMemory("the host", count_free_bytes() + kept, int(_HOST_SPARE * nbytes))
 
 
-def free_bytes(device: torch.device | None = None) -> int:
+def count_free_bytes(device: torch.device | None = None) -> int:
     """Return the free memory of a device, or of this machine within the limit of this container."""
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) + _count_reusable(device)

@@ -1,4 +1,4 @@
-"""Applies a delta to the parameters that serve, where it changes something.
+"""Apply a delta to the parameters that serve, where it changes something.
 
     background   changed elements ─► the device ─► their places in the parameters, their new bits
     pause        write the bits ─► compare the sums of all parameters with the published ones
@@ -165,7 +165,7 @@ class Patch:
     """The changed elements of a version, at their places in the parameters of one rank."""
 
     def __init__(self, plan: LoadPlan, model: torch.nn.Module, elements: Mapping[str, int]) -> None:
-        """`elements` is the number of elements of each tensor."""
+        """Translate the plan; `elements` is the number of elements of each tensor."""
         live = dict[str, torch.Tensor](model.named_parameters()) | dict(model.named_buffers())
         if plan.refusal or plan.reloaded:
             raise NoPatch(plan.reason)
@@ -198,8 +198,8 @@ class Patch:
         for tensor, elements in step.move(device):
             for translation in self._translations.get(tensor, []):
                 self._translate(translation, elements, parts)
-        for name, some in parts.items():
-            places, bits = some.join()
+        for name, new in parts.items():
+            places, bits = new.join()
             if name in self._staged:
                 places, bits = _overlay(*self._staged[name], places, bits)
             self._staged[name] = places, bits
@@ -214,12 +214,12 @@ class Patch:
             if name in self._staged:
                 old = _look_up(*self._staged[name], places, old)
             bits = old + bits
-        some = parts.setdefault(name, _Parts())
-        some.places.append(places)
-        some.bits.append(bits)
-        some.firsts.append(translation.target)
-        some.keep_order &= translation.keeps_order
-        some.are_blocks &= translation.is_block
+        part = parts.setdefault(name, _Parts())
+        part.places.append(places)
+        part.bits.append(bits)
+        part.firsts.append(translation.target)
+        part.keep_order &= translation.keeps_order
+        part.are_blocks &= translation.is_block
 
     def warm_up(self) -> None:
         """Run the write's kernel once on other memory: CUDA loads a kernel when it is first

@@ -38,7 +38,7 @@ _MARGIN = 1 << 30
 """Bytes of a broadcast beyond four times those of the model: lists, and tied heads."""
 
 
-class Seat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GroupRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of an offer that names a group, and this worker's first rank in it."""
 
     place: Rendezvous
@@ -71,8 +71,8 @@ class PrimeRlBroadcastReader(Reader):
     def __init__(
         self, served: Mapping[str, TensorHeader] | None = None, *, is_tied: bool = False
     ) -> None:
-        """`served` are the tensors of the served model; `is_tied` says that its head is not among
-        its parameters."""
+        """Start in no group. `served` are the tensors of the served model; `is_tied` says that its
+        head is not among its parameters."""
         self._served, self._is_tied = dict(served or {}), is_tied
         self._identity = ""
         self._task: BackgroundTask | None = None
@@ -88,16 +88,16 @@ class PrimeRlBroadcastReader(Reader):
 
     def join(self, offer: Offer, rank: int, device: torch.device, tell: str = "") -> None:
         """Start to join a group, and leave the one before; `check_joined` has the outcome."""
-        seat = _read(offer, Seat)
+        group_rank = _read(offer, GroupRank)
         if self._identity == offer.identity and self._task is not None:
             self._task.notify_when_done(tell)
             return
         self._leave("this worker joins another group")
         self._identity, self._stopped = offer.identity, threading.Event()
         self._cause = "its group has not formed yet"
-        stopped, number = self._stopped, 1 + seat.first_rank + rank
-        work = partial(self._join, seat.place, number, device, stopped)
-        self._task = BackgroundTask(f"the group at {seat.place.host}", work, device)
+        stopped, number = self._stopped, 1 + group_rank.first_rank + rank
+        work = partial(self._join, group_rank.place, number, device, stopped)
+        self._task = BackgroundTask(f"the group at {group_rank.place.host}", work, device)
         self._task.notify_when_done(tell)
 
     def check_joined(self, identity: str) -> None:
@@ -114,7 +114,7 @@ class PrimeRlBroadcastReader(Reader):
     def leave(self, identity: str) -> None:
         """Leave a group, also one that has not formed."""
         if identity in ("", self._identity):
-            self._leave("this worker was told to leave it")
+            self._leave("this worker was ordered to leave it")
 
     def _join(
         self, place: Rendezvous, rank: int, device: torch.device, stopped: threading.Event
@@ -157,7 +157,7 @@ class PrimeRlBroadcastReader(Reader):
         self._is_released = False
         return dict(self._served)
 
-    def received(self, offer: Offer) -> str:
+    def get_digest(self, offer: Offer) -> str:
         return self._received.get(offer.identity, "")
 
     def tensors(

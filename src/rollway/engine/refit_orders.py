@@ -73,9 +73,9 @@ class RefitOrders:
         async with handler._pause_lock:
             label = read_label(handler)
             if label != body["label"]:
-                return _refusal(f"its label is {label}, and not {body['label']}")
+                return _make_refusal(f"its label is {label}, and not {body['label']}")
             if self._sleep.level:
-                return _refusal("it sleeps")
+                return _make_refusal("it sleeps")
             clock = _Clock()
             handler._weight_version = body["leaving"]
             await self._route_to([])
@@ -92,7 +92,7 @@ class RefitOrders:
             if report["state"] != "served":
                 handler._weight_version = label
                 await self._route_to(body["taints_before"])
-                return _refusal(report["error"])
+                return _make_refusal(report["error"])
             handler._paused = False
             self._is_enforced = True
             for request_id, tokens in report.pop("frozen").items():
@@ -167,7 +167,7 @@ class RefitOrders:
             return {"status": "ok", "are_weights_asleep": True, "asleep": self._sleep.level}
         if not body["needs_label"] or await self._read_version() is not None:
             # An engine may take longer to begin than a caller waits to see that the worker lives.
-            # The caller then repeats the order, and the engine goes on with what it has begun.
+            # The caller then repeats the order, and the engine continues what it has begun.
             task = asyncio.create_task(self._stage(body))
             self._staging.add(task)
             task.add_done_callback(self._staging.discard)
@@ -186,7 +186,7 @@ class RefitOrders:
 
     async def _stage(self, body: dict[str, Any]) -> list[Any]:
         wait, call = _ASK_SECONDS, self._handler.engine_client.collective_rpc
-        with _notifications() as (socket_name, notifications):
+        with _open_notifications() as (socket_name, notifications):
             arguments = {name: body[name] for name in ("offer", "allow_cast")}
             ranks = await call("rollway_stage", kwargs={**arguments, "tell": socket_name})
             missing = len(ranks)
@@ -246,10 +246,10 @@ def read_label(handler: Any) -> int | None:
 
 
 @contextlib.contextmanager
-def _notifications() -> Iterator[tuple[str, asyncio.Queue[None]]]:
+def _open_notifications() -> Iterator[tuple[str, asyncio.Queue[None]]]:
     """Yield the name of a Unix socket, and a queue with an entry for each connection to it.
 
-    The event loop is told of the socket itself: a server of asyncio takes five turns of the loop
+    The event loop watches the socket itself: a server of asyncio takes five turns of the loop
     until its handler runs, and with many streams each turn takes tens of milliseconds."""
     name = f"rollway/staged/{secrets.token_hex(8)}"
     queue: asyncio.Queue[None] = asyncio.Queue()
@@ -281,7 +281,7 @@ class _Clock:
         self.seconds[name], self._began = now - self._began, now
 
 
-def _refusal(reason: str) -> dict[str, Any]:
+def _make_refusal(reason: str) -> dict[str, Any]:
     return {"status": "error", "state": "refused", "message": reason}
 
 

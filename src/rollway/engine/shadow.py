@@ -165,7 +165,7 @@ def pair_modules(
         live = serving.get(name)
         if id(live) in skipped:
             continue
-        if type(live) is not type(fresh) or _shapes(live) != _shapes(fresh):
+        if type(live) is not type(fresh) or _list_shapes(live) != _list_shapes(fresh):
             raise RuntimeError(f"layer {name or 'root'} differs from the serving one")
         pairs.append((live, fresh))
     return pairs
@@ -176,7 +176,7 @@ def _count_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def _shapes(module: Any) -> dict[str, tuple[Any, ...]]:
+def _list_shapes(module: Any) -> dict[str, tuple[Any, ...]]:
     return {
         name: (tuple(parameter.shape), parameter.dtype)
         for name, parameter in module._parameters.items()
@@ -201,7 +201,7 @@ class LateKernel:
 
         background   load ─► verify the bits
         pause        exchange: layers multiply with the loaded weights
-        afterwards   generation goes on ─► a thread packs layer by layer, and each then multiplies
+        afterwards   generation continues ─► a thread packs layer by layer, and each then multiplies
                      with its packed weights
 
     vLLM packs linear layers for oneDNN, at about 1 GB/s for each core: longer than all other parts
@@ -216,7 +216,7 @@ class LateKernel:
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        # The loaded weights are read first: they go after the packed ones have come.
+        # Read the loaded weights first: `pack` releases them after it has set the packed ones.
         loaded, packed = self._loaded, self._packed
         if packed is not None:
             return packed(x, weight, bias)
@@ -228,7 +228,7 @@ class LateKernel:
         return self._packed is not None
 
     def pack(self) -> None:
-        """Pack the weights and let the loaded ones go. Where that fails, keep a copy of them."""
+        """Pack the weights and release the loaded ones. Where that fails, keep a copy of them."""
         assert self._loaded is not None
         try:
             packed = _pack(self._loaded)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from rollway.engine.fingerprint import Proof
-from rollway.engine.memory import free_bytes
+from rollway.engine.memory import count_free_bytes
 from rollway.engine.patching import set_served
 from rollway.weights.checkpoint import TensorHeader
 
@@ -104,7 +104,7 @@ def describe_memory(worker: Any, served: Mapping[str, TensorHeader] | None, leve
         free, total = torch.cuda.mem_get_info(device)
         device = torch.device("cuda", device.index or 0)
     else:
-        free, total = free_bytes(), _read_status("/proc/meminfo", "MemTotal")
+        free, total = count_free_bytes(), _read_status("/proc/meminfo", "MemTotal")
     return {
         "device": str(device),
         "free": int(free),

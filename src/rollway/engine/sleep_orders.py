@@ -52,13 +52,13 @@ class SleepOrders:
 
         async def run(body: dict[str, Any]) -> dict[str, Any]:
             if name in _OWN_ROUTES:
-                return _refusal("rollway_sleep and rollway_wake take the place of this route")
+                return _make_refusal("rollway_sleep and rollway_wake take the place of this route")
             # `update_weights_from_distributed` also runs methods that change no weights.
             changes = name in _UPDATES and not (body or {}).get("allow_unpaused")
             if changes and self.are_weights_asleep:
-                return _refusal("its weights sleep: wake them before they are updated")
+                return _make_refusal("its weights sleep: wake them before they are updated")
             if name == "resume_generation" and self._sleeping:
-                return _refusal("it sleeps: wake it")
+                return _make_refusal("it sleeps: wake it")
             reply = await handler(body)
             if changes and reply.get("status") == "ok":
                 self._has_weights = True
@@ -72,7 +72,7 @@ class SleepOrders:
         return await self._run(self._fall_asleep(body))
 
     async def wake(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Take memory back; with all of it the engine generates again."""
+        """Restore memory; with all of it the engine generates again."""
         return await self._run(self._wake(body.get("tags")))
 
     async def read_memory(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -86,13 +86,13 @@ class SleepOrders:
             label = getattr(handler, "_weight_version", None)
             if "label" in body and str(label) != str(body["label"]):
                 # The caller gave up before the order came, and the worker serves again.
-                return _refusal(f"its label is {label}, and not {body['label']}")
+                return _make_refusal(f"its label is {label}, and not {body['label']}")
             if self.level not in (0, level):
-                return _refusal(f"it sleeps at level {self.level}: wake it first")
+                return _make_refusal(f"it sleeps at level {self.level}: wake it first")
             before = await self._read_ranks(level)
             refusals = [rank["refusal"] for rank in before if rank["refusal"]]
             if refusals:
-                return _refusal(refusals[0])
+                return _make_refusal(refusals[0])
             began = time.monotonic()
             if self._sleeping != set(TAGS):
                 # From here on it counts as asleep: a failure leaves memory in an unknown state.
@@ -111,14 +111,14 @@ class SleepOrders:
         async with self._handler._pause_lock:
             wanted = [tag for tag in tags or TAGS if tag in self._sleeping]
             if not self._has_weights and wanted and wanted != [WEIGHTS]:
-                return _refusal("its weights are gone: refit it")
+                return _make_refusal("its weights are gone: refit it")
             before = await self._read_ranks(0)
             began = time.monotonic()
             if wanted:
                 try:
                     await self._handler.engine_client.wake_up(wanted)
                 except Exception as error:  # noqa: BLE001 (it still sleeps, and may be woken again)
-                    return _refusal(f"{error} ({_describe(before)})")
+                    return _make_refusal(f"{error} ({_describe(before)})")
                 self._sleeping -= set(wanted)
             if not self._sleeping:
                 # vLLM resumes by itself once all memory is back.
@@ -148,5 +148,5 @@ def _describe(ranks: list[dict[str, Any]]) -> str:
     return ", ".join(f"{r['device']} has {r['free'] / 1e9:.2f} GB free" for r in ranks)
 
 
-def _refusal(reason: str) -> dict[str, Any]:
+def _make_refusal(reason: str) -> dict[str, Any]:
     return {"status": "error", "state": "refused", "message": reason}

@@ -1,4 +1,4 @@
-"""Receives and verifies new weights while the worker generates, so that the pause is only a swap.
+"""Receive and verify new weights while the worker generates, so that the pause is only a swap.
 
     rollway_stage ─► background: read ─► stage ─► verify ─► prepare
     rollway_staging ─► running, failed or ready
@@ -23,7 +23,7 @@ import torch
 from rollway.engine.background import BackgroundTask, release_frames
 from rollway.engine.fingerprint import Proof
 from rollway.engine.in_place import InPlace
-from rollway.engine.incoming import Incoming, zero_padded
+from rollway.engine.incoming import Incoming, zero_pad_all
 from rollway.engine.memory import HostBuffers, explain_exhaustion, read_host_memory
 from rollway.engine.patching import NoPatch, Served, apply_changes, set_served
 from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap, wait_until_packed
@@ -35,7 +35,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only loggers below its
 
 
 class SwapMethod(Protocol):
-    """A way to bring a version into service."""
+    """A strategy that puts a version into service."""
 
     @property
     def strategy(self) -> str: ...
@@ -114,16 +114,16 @@ class Staging:
 
     def notify_when_done(self, name: str) -> None:
         """Notify a socket of this machine at the end."""
-        self._running_task().notify_when_done(name)
+        self._get_task().notify_when_done(name)
 
     def check(self) -> None:
         """Raise while the weights are being staged, and the error if that failed."""
-        self._running_task().check()
+        self._get_task().check()
 
     def report(self) -> dict[str, Any]:
         """Return how far the staging is. It never raises: in the engine's log, every exception is
         an error with a stack trace."""
-        task, method = self._running_task(), self._running_method()
+        task, method = self._get_task(), self._get_method()
         state = "running" if not task.is_done else "failed" if task.has_failed else "ready"
         known = task.is_done and not task.has_failed
         return {
@@ -133,18 +133,18 @@ class Staging:
             "reason": method.reason if known else "",
             "seconds": dict(self.incoming.seconds),
             "bytes": method.nbytes,
-            "digest": self.incoming.reader.received(self.offer) if known else "",
+            "digest": self.incoming.reader.get_digest(self.offer) if known else "",
         }
 
     @property
     def has_failed(self) -> bool:
-        return self._running_task().has_failed
+        return self._get_task().has_failed
 
-    def _running_task(self) -> BackgroundTask:
+    def _get_task(self) -> BackgroundTask:
         assert self._task is not None
         return self._task
 
-    def _running_method(self) -> SwapMethod:
+    def _get_method(self) -> SwapMethod:
         assert self._method is not None
         return self._method
 
@@ -152,7 +152,7 @@ class Staging:
         """Serve the staged weights; the worker must be paused. Return what was done."""
         self.check()
         refuse_sleeping(self.incoming.model)
-        method = self._running_method()
+        method = self._get_method()
         began = time.perf_counter()
         steps = method.swap()
         report = {
@@ -186,10 +186,10 @@ class Staging:
     def stop(self, seconds: float) -> bool:
         """Discard the weights, and wait for the background task; return whether it has ended."""
         self.discard()
-        return self._running_task().wait(seconds)
+        return self._get_task().wait(seconds)
 
     def _release(self) -> None:
-        self._running_method().release()
+        self._get_method().release()
         if self.incoming.draft is not None:
             self.incoming.draft.discard()
 
@@ -198,7 +198,7 @@ class Staging:
         try:
             wait_until_packed(self.incoming.worker)
             with self._explain_exhaustion():
-                self._running_method().receive()
+                self._get_method().receive()
             failed = False
         except BaseException as error:
             release_frames(error)  # their variables hold staged tensors
@@ -236,7 +236,7 @@ class Exchange:
                 sums = incoming.reader.sums(incoming.offer)
                 proof = self._proof = Proof(shadow.model, sums, incoming.slices.boxes)
                 tensors = incoming.tensors(proof.by_sum.__contains__)
-                shadow.load(zero_padded(incoming.slices, proof.collect(tensors)))
+                shadow.load(zero_pad_all(incoming.slices, proof.collect(tensors)))
             with incoming.measure("prove"):
                 self._verify(proof, shadow.model)
         with incoming.measure("prepare"):

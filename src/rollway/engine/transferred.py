@@ -1,5 +1,4 @@
-"""KV that a prefill worker holds for a decode worker, when one of them refuses it or changes
-weights.
+"""Free or discard the KV that a prefill worker holds for a decode worker, when weights change.
 
     prefill engine                                decode engine
       computes a prompt, keeps its blocks           reads the blocks, then says "done"
@@ -121,7 +120,7 @@ def _abort(engine: Any, requests: list[str]) -> None:
 
 
 def refuse(engine: Any, request: Any, add_request: Callable[[Any, Any, int], None]) -> None:
-    """Take a request out at once, without a token."""
+    """Abort a request at once, without a token."""
     if _has_connector(engine) and (request.kv_transfer_params or {}).get("do_remote_prefill"):
         # vLLM's own way for requests that end before they begin: its connector then tells the
         # prefill worker to free the blocks.

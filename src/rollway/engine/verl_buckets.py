@@ -4,8 +4,8 @@
     bind a Unix socket, make a bucket ── name ─────► map it
     fill it with tensors ── list of tensors ───────► load them ── done ──► fill it again …
 
-verl pickles its messages; `rollway.weights.pickles` reads them without running code. The socket and
-the bucket must belong to the user that this process runs as.
+verl pickles its messages; `rollway.weights.untrusted` reads them without running code. The socket
+and the bucket must belong to the user that this process runs as.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader, differences, read_headers, refuse_differences
 from rollway.weights.digest.checksums import dtype_name
 from rollway.weights.offer import Count, Offer
-from rollway.weights.pickles import read_pickle
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.entries import SHM, map_for_reading, open_shared_file
+from rollway.weights.untrusted import read_pickle
 
 _PREFIX = "verl_weights_"
 _MAX_MESSAGE_BYTES = 64 << 20

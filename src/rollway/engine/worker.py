@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from rollway.engine import core, incoming, rpc, transferred
-from rollway.engine.adapters import adapters_of
+from rollway.engine.adapters import get_adapters
 from rollway.engine.background import BackgroundTask
 from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
-from rollway.engine.incoming import Incoming, reader_for
+from rollway.engine.incoming import Incoming, get_reader
 from rollway.engine.memory import HostBuffers
 from rollway.engine.patching import set_served
 from rollway.engine.prime_rl_broadcast import BROADCAST, PrimeRlBroadcastReader, find_rank
@@ -81,10 +81,10 @@ class WorkerExtension:
         Discards what was staged before. `tell` names a socket of this machine to notify at the
         end."""
         weights = read_offer(offer)
-        refuse_sleeping(_model(self))
+        refuse_sleeping(_get_model(self))
         if explain_no_swap(self):
-            _refuse_corruption_by_vllm(_model(self))
-        earlier = _staging(self)
+            _refuse_corruption_by_vllm(_get_model(self))
+        earlier = _get_staging(self)
         if earlier is not None and earlier.offer == weights and not earlier.has_failed:
             earlier.notify_when_done(tell)
             return
@@ -92,20 +92,20 @@ class WorkerExtension:
             earlier.discard()
         if not hasattr(self, "_rollway_receivers"):
             self._rollway_receivers: dict[str, Reader] = {}
-        reader = reader_for(weights, self._rollway_receivers)
+        reader = get_reader(weights, self._rollway_receivers)
         new, draft = split_draft(reader.headers(weights))
         from_files = weights.transport == "files"
         facts = (from_files, frozenset(new))
         if getattr(self, "_rollway_verifiable", None) != facts:  # it takes a while, every time
             _refuse_unverifiable(self, new, "rollway_stage", from_files=from_files)
             self._rollway_verifiable = facts
-        ranks, reduced = _ranks()
+        ranks, reduced = _find_ranks()
         policy_draft = Draft(self, draft, allow_cast) if draft else None
         staging = Staging(
             Incoming(self, reader, weights, new, ranks, reduced, policy_draft),
             _read_served_headers(self),
-            _arena(self),
-            _host_buffers(self),
+            _get_arena(self),
+            _get_host_buffers(self),
             allow_cast=allow_cast,
         )
         staging.start()
@@ -114,7 +114,7 @@ class WorkerExtension:
 
     def rollway_staging(self, identity: str) -> dict[str, Any]:
         """Return how far the staging of these weights is; never raise."""
-        staging = _staging(self)
+        staging = _get_staging(self)
         if staging is None or staging.offer.identity != identity:
             error = f"weights {identity} are not staged here"
             nothing = {"strategy": "", "reason": "", "seconds": {}, "bytes": 0}
@@ -143,7 +143,7 @@ class WorkerExtension:
 
     def rollway_unstage(self, identity: str = "") -> None:
         """Discard staged weights that will not be served; with an identity, only those."""
-        staging = _staging(self)
+        staging = _get_staging(self)
         if staging is not None and identity in ("", staging.offer.identity):
             staging.discard()
             self._rollway_staging = None
@@ -152,16 +152,16 @@ class WorkerExtension:
         """Start to join the group of prime-rl's trainer; `rollway_joined` returns the outcome."""
         seat = read_offer(offer)
         rank = find_rank(self.vllm_config.parallel_config, self.rank)  # type: ignore[attr-defined]
-        device = next(_model(self).parameters()).device
-        _broadcasts(self).join(seat, rank, device, tell)
+        device = next(_get_model(self).parameters()).device
+        _get_broadcast_reader(self).join(seat, rank, device, tell)
 
     def rollway_joined(self, identity: str) -> None:
         """Raise unless this rank has joined the group."""
-        _broadcasts(self).check_joined(identity)
+        _get_broadcast_reader(self).check_joined(identity)
 
     def rollway_leave(self, identity: str) -> None:
         """Leave a group that will not be used."""
-        _broadcasts(self).leave(identity)
+        _get_broadcast_reader(self).leave(identity)
 
     def rollway_memory(self, level: int = 0) -> dict[str, Any]:
         """Return the memory of this rank; with a level, also why it may not sleep at it."""
@@ -174,30 +174,30 @@ class WorkerExtension:
 
     def rollway_adapter(self, offer: dict[str, Any], tell: str = "") -> None:
         """Start receiving an adapter; `rollway_adapter_ready` returns the outcome."""
-        adapters_of(self, _read_served_headers(self)).receive(read_offer(offer), tell)
+        get_adapters(self, _read_served_headers(self)).receive(read_offer(offer), tell)
 
     def rollway_adapter_ready(self, served: str) -> None:
         """Raise unless the adapter is complete in the directory from which it will be loaded."""
-        adapters_of(self, _read_served_headers(self)).check_ready(served)
+        get_adapters(self, _read_served_headers(self)).check_ready(served)
 
     def rollway_adapter_loaded(self, served: str, number: int | None = None) -> None:
         """Raise unless the engine computes with the adapter."""
-        adapters_of(self, _read_served_headers(self)).check_loaded(served, number)
+        get_adapters(self, _read_served_headers(self)).check_loaded(served, number)
 
     def rollway_adapter_drop(self, served: str) -> None:
         """Discard an adapter that was unloaded, or that will not be loaded."""
-        adapters_of(self, _read_served_headers(self)).discard(served)
+        get_adapters(self, _read_served_headers(self)).discard(served)
 
 
 def start_warm_up(worker: Any) -> None:
     """Prepare for the first refit in the background; an error only means that it will be slower."""
-    device = next(_model(worker).parameters()).device
+    device = next(_get_model(worker).parameters()).device
     worker._rollway_warm_up = BackgroundTask("the warm-up", incoming.warm_up, device)
 
 
 def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
     """Raise if this worker could not serve a checkpoint, or could not verify it afterwards."""
-    _refuse_corruption_by_vllm(_model(worker))
+    _refuse_corruption_by_vllm(_get_model(worker))
     new, draft = split_draft(read_headers(Path(path)))
     if draft:
         raise RuntimeError(
@@ -213,13 +213,13 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
     """Load a checkpoint into the serving model and verify it; the worker must be paused. Raise if
     the files no longer have the given `identity`."""
     check_servable(worker, path, allow_cast=True)  # the files may have changed since
-    refuse_sleeping(_model(worker))
+    refuse_sleeping(_get_model(worker))
     # Whoever signed the order has decided whether the weights need a config beside them.
     check = partial(check_checkpoint, Path(path), needs_config=False)
     if identity and check(whole=False).identity != identity:
         raise RuntimeError(f"{path} has other weights than the order names")
     wait_until_packed(worker)
-    proof = Proof(_model(worker))
+    proof = Proof(_get_model(worker))
     set_served(worker, None)
     with ThreadPoolExecutor(1) as pool:
         # Hash the files while loading: it takes about as long as reading them.
@@ -228,7 +228,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
         checkpoint = intact.result()
     if identity and checkpoint.identity != identity:
         raise RuntimeError(f"{path} changed while it was loaded")
-    proof.check(_model(worker), _ranks()[1])
+    proof.check(_get_model(worker), _find_ranks()[1])
 
 
 def _open_order(method: str, order: Any) -> dict[str, Any]:
@@ -238,18 +238,18 @@ def _open_order(method: str, order: Any) -> dict[str, Any]:
         raise RuntimeError(f"{method} is refused: {refusal}") from refusal
 
 
-def _staging(worker: Any) -> Staging | None:
+def _get_staging(worker: Any) -> Staging | None:
     return getattr(worker, "_rollway_staging", None)
 
 
-def _arena(worker: Any) -> ParameterArena:
+def _get_arena(worker: Any) -> ParameterArena:
     if not hasattr(worker, "_rollway_arena"):
         worker._rollway_arena = ParameterArena()
     arena: ParameterArena = worker._rollway_arena
     return arena
 
 
-def _broadcasts(worker: Any) -> PrimeRlBroadcastReader:
+def _get_broadcast_reader(worker: Any) -> PrimeRlBroadcastReader:
     """Return the reader that holds this rank's place in the group of prime-rl's trainer."""
     if not hasattr(worker, "_rollway_receivers"):
         worker._rollway_receivers = {}
@@ -269,7 +269,7 @@ def _broadcasts(worker: Any) -> PrimeRlBroadcastReader:
     return reader
 
 
-def _host_buffers(worker: Any) -> HostBuffers:
+def _get_host_buffers(worker: Any) -> HostBuffers:
     if not hasattr(worker, "_rollway_host_buffers"):
         worker._rollway_host_buffers = HostBuffers()
     buffers: HostBuffers = worker._rollway_host_buffers
@@ -277,13 +277,13 @@ def _host_buffers(worker: Any) -> HostBuffers:
 
 
 def _find_staged(worker: Any, identity: str) -> Staging:
-    staging = _staging(worker)
+    staging = _get_staging(worker)
     if staging is None or staging.offer.identity != identity:
         raise RuntimeError(f"weights {identity} are not staged here")
     return staging
 
 
-def _model(worker: Any) -> torch.nn.Module:
+def _get_model(worker: Any) -> torch.nn.Module:
     model: torch.nn.Module = worker.model_runner.get_model()
     return model
 
@@ -309,11 +309,11 @@ def _refuse_unverifiable(
             "loads a checkpoint, and published tensors have none; refit from a checkpoint "
             "directory, which a canary then verifies"
         )
-    proof = Proof(_model(worker))
+    proof = Proof(_get_model(worker))
     unsupported = [f"tensors like {name}" for name in proof.list_unverifiable(new)[:1]]
     if quantised is not None:
         unsupported.append("quantised models")
-    if proof.packed and _ranks()[0] > 1 and explain_no_swap(worker):
+    if proof.packed and _find_ranks()[0] > 1 and explain_no_swap(worker):
         unsupported.append("packed layers on several ranks")
     if unsupported and not from_files:
         raise RuntimeError(
@@ -327,7 +327,7 @@ def _refuse_unverifiable(
 
 def _refuse_corruption_by_vllm(model: torch.nn.Module) -> None:
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if on_cpu and any(True for _ in _expert_layers(model)):
+    if on_cpu and any(True for _ in _list_expert_layers(model)):
         raise RuntimeError(
             "vLLM corrupts the experts of a mixture-of-experts model when it reloads them in place "
             "on CPU; start the worker with enforce-eager and without adapters, so that Rollway "
@@ -335,14 +335,14 @@ def _refuse_corruption_by_vllm(model: torch.nn.Module) -> None:
         )
 
 
-def _expert_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _list_expert_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield modules that hold the weights of several experts in one parameter."""
     for module in model.modules():
         if any(name.startswith("w13") for name, _ in module.named_parameters(recurse=False)):
             yield module
 
 
-def _ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
+def _find_ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
     """Return the number of ranks that divide parameters, and a function that sums over them."""
     from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 

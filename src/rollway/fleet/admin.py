@@ -85,7 +85,7 @@ class AdminAPI(Protocol):
     taints: bool
     """Whether a router respects `set_taints`."""
 
-    def pinned(self) -> AbstractAsyncContextManager[AdminAPI]:
+    def pin(self) -> AbstractAsyncContextManager[AdminAPI]:
         """Return a client for one worker that is pinned to one connection. Once that breaks, its
         calls fail: they never reach another process at the same address."""
         ...
@@ -215,8 +215,8 @@ class CountedCalls:
         self._note = note
 
     @asynccontextmanager
-    async def pinned(self) -> AsyncIterator[AdminAPI]:
-        async with self._admin.pinned() as connection:
+    async def pin(self) -> AsyncIterator[AdminAPI]:
+        async with self._admin.pin() as connection:
             yield cast(AdminAPI, CountedCalls(connection, self._note))
 
     def __getattr__(self, name: str) -> Any:

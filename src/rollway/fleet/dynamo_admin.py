@@ -91,8 +91,8 @@ class DynamoAdmin:
         self._known = known or _Known()
 
     @asynccontextmanager
-    async def pinned(self) -> AsyncIterator[AdminAPI]:
-        async with self._http.pinned() as http:
+    async def pin(self) -> AsyncIterator[AdminAPI]:
+        async with self._http.pin() as http:
             yield DynamoAdmin(http, self._timeouts, self._secret, self._known)
 
     async def health(self, worker: Worker) -> bool:

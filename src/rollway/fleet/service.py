@@ -59,7 +59,7 @@ class Service:
 
     async def leave(self, connections: AsyncExitStack) -> None:
         """Connect to the worker, label it as leaving and take it out of the routing."""
-        connection = await connections.enter_async_context(self.admin.pinned())
+        connection = await connections.enter_async_context(self.admin.pin())
         await self.check_process(connection)
         self._connection = connection
         if self.label is not None and self.label >= 0:
@@ -83,13 +83,13 @@ class Service:
 
     async def put_back(self) -> None:
         """Resume the worker with the version that its label declares, unless it is in doubt."""
-        async with self.admin.pinned() as connection:
+        async with self.admin.pin() as connection:
             await self._resume(connection, await connection.weight_version(self.worker))
 
     async def restore(self) -> None:
         """Resume the worker with the version that it left, unless it was in doubt."""
         # A new connection: the failure may have broken the pinned one.
-        async with self.admin.pinned() as connection:
+        async with self.admin.pin() as connection:
             await self.check_process(connection)
             version = self.label if self._label_before is None else self._label_before
             await self._resume(connection, version)
@@ -104,7 +104,7 @@ class Service:
 
     async def ensure(self, version: int) -> None:
         """Route to a worker that is labelled with the version, and resume it."""
-        async with self.admin.pinned() as connection:
+        async with self.admin.pin() as connection:
             await self.check_process(connection)
             await self.set_taints(connection, [taint_of(version)])
             await connection.resume(self.worker)
@@ -119,7 +119,7 @@ class Service:
     async def deny(self, version: int) -> bool:
         """Pause the worker and declare that it serves no version, not even `version`, whatever
         state it is in. Return False if another process has its address."""
-        async with self.admin.pinned() as connection:
+        async with self.admin.pin() as connection:
             label = await connection.weight_version(self.worker)
             has_version = label is None or label >= 0
             if has_version and label not in (version, self.label):
@@ -146,7 +146,7 @@ class Service:
         if await is_dead(self.worker):
             return True
         try:
-            async with self.admin.pinned() as connection:
+            async with self.admin.pin() as connection:
                 await self.check_process(connection)
         except AnotherProcess:
             return True

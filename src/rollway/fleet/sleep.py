@@ -152,7 +152,7 @@ class _WorkerSleep:
         self._has_left = True
         # A worker in doubt keeps no version through the sleep.
         self._label = leaving_label(label) if label >= 0 else IN_DOUBT
-        async with self._admin.pinned() as connection:
+        async with self._admin.pin() as connection:
             await connection.declare_version(worker, self._label)
             await set_taints(connection, self._versions, worker, [])
             self._versions.mark_asleep(worker.instance_id)
@@ -174,7 +174,7 @@ class _WorkerSleep:
     async def wake(self) -> None:
         """Wake the worker and route requests to it; leave one that needs a refit asleep."""
         worker, report = self._worker, self.report
-        async with self._admin.pinned() as connection:
+        async with self._admin.pin() as connection:
             self._label = await connection.weight_version(worker)
             report.level = self._admin.sleep_level(worker)
             if not report.level and not self._has_left:

@@ -48,7 +48,7 @@ class VllmAdmin:
         self._http = http
         self._timeouts = timeouts or AdminTimeouts()
 
-    def pinned(self) -> AbstractAsyncContextManager[AdminAPI]:
+    def pin(self) -> AbstractAsyncContextManager[AdminAPI]:
         """Return this client: vLLM closes connections at any time, so none can be pinned. No
         supervisor of ours restarts its servers."""
         return nullcontext(self)

@@ -85,7 +85,7 @@ class Rollouts(Sender):
         chosen = sampling or Sampling()
         if n == 1:  # in the caller's task, so a cancelled call is either complete or has no token
             return [await self._sample(prompt, chosen, session, version, salt)]
-        seeded = ((chosen.offset_seed(i), shared_session(session, i)) for i in range(n))
+        seeded = ((chosen.offset_seed(i), share_session(session, i)) for i in range(n))
         return await all_or_none(self._sample(prompt, *each, version, salt) for each in seeded)
 
     async def generate_batch(
@@ -247,7 +247,7 @@ class Rollouts(Sender):
         return body, self.wire.assembly(sampling, len(prompt))
 
 
-def shared_session(session: str, index: int) -> str:
+def share_session(session: str, index: int) -> str:
     """Return the session id of a rollout in a group.
 
     A large group would fill one worker while others are idle, so every SIBLINGS rollouts have their

@@ -40,19 +40,13 @@ class Children:
         self._plan: StackPlan | None = None
         me = processes.this_process()
         run_id = secrets.token_hex(8)
-        self.state = StackState(
-            name=spec.name,
+        self.state = StackState.from_spec(
+            spec,
             run_id=run_id,
             supervisor_pid=me.pid,
             supervisor_start=me.start,
             run_dir=str(choose_run_dir(run_id)),
             log_dir=str(spec.log_dir or self.directory.logs),
-            models=[model.name for model in spec.models],
-            model_paths={model.name: model.path for model in spec.models},
-            checkpoint_roots=[str(root) for root in spec.checkpoint_roots],
-            timeouts=spec.timeouts.model_dump(),
-            restarts=spec.restart.enabled,
-            stop_seconds=spec.stop_seconds,
         )
 
     @property

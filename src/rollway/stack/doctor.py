@@ -296,7 +296,7 @@ def _find_reach(bound: _Socket) -> Reach:
 
 
 def _is_private(address: str) -> bool:
-    """Whether a Unix socket, or a directory above it, is closed to other users."""
+    """Return whether a Unix socket, or a directory above it, is closed to other users."""
     if not address.startswith("/"):
         return False  # an abstract name has no owner, and a relative path is unknown
     path = Path(address)

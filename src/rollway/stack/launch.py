@@ -95,7 +95,7 @@ def wait_until_ready(
 
 
 def _is_from(state: StackState, supervisor: subprocess.Popen[bytes], *, is_new: bool) -> bool:
-    """Whether a state is this supervisor's, or that of its shell's child."""
+    """Return whether a state is this supervisor's, or that of its shell's child."""
     pid = state.supervisor_pid
     if pid == supervisor.pid:
         return True

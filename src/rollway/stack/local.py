@@ -322,7 +322,7 @@ def watch_state(directory: StackDir) -> Iterator[StackState]:
 
 
 def is_supervised(name: str, worker: Worker) -> bool:
-    """Whether the supervisor of a stack has started this worker, or an earlier one at its
+    """Return whether the supervisor of a stack has started this worker, or an earlier one at its
     address."""
     state = StackDir(name).read()
     if state is None or not state.is_supervised:
@@ -383,7 +383,7 @@ class StackAccess(Protocol):
         ...
 
     def is_supervised(self, worker: Worker) -> bool:
-        """Whether a supervisor of the stack has started this worker."""
+        """Return whether a supervisor of the stack has started this worker."""
         ...
 
     def hold_refit_lock(self, model: str) -> AbstractAsyncContextManager[Any]:

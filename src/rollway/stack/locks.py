@@ -184,7 +184,7 @@ def _make_directory(base: Path) -> Path:
 
 @functools.cache
 def _supports_locks(directory: Path) -> bool:
-    """Whether the filesystem supports `flock`; some network filesystems do not."""
+    """Return whether the filesystem supports `flock`; some network filesystems do not."""
     try:
         handle = private.open_file(directory / ".probe", os.O_RDWR)
     except OSError:  # a read-only filesystem, or over its quota
@@ -326,7 +326,7 @@ class Lease:
 
 
 def can_bind(port: int, host: str) -> bool:
-    """Whether a server could listen there now. Connections in TIME_WAIT do not matter."""
+    """Return whether a server could listen there now. Connections in TIME_WAIT do not matter."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

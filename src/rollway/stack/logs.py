@@ -347,7 +347,7 @@ def remove_run(stack: str, log_dir: Path) -> None:
 
 
 def _has_ended(path: Path) -> bool:
-    """Whether a directory is that of a stack that has ended and was cleared."""
+    """Return whether a directory is that of a stack that has ended and was cleared."""
     try:
         started = (path / "supervisor.log").stat().st_mtime
     except OSError:

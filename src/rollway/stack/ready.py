@@ -185,7 +185,7 @@ class ServingCheck:
         return registered
 
     async def _has_admin_routes(self, worker: ProcessPlan) -> bool:
-        """Whether a worker serves its admin routes, which it does right before it registers."""
+        """Return whether a worker serves its admin routes; it does right before it registers."""
         if worker.engine == "mocker" or worker.admin_url is None:
             return False
         try:
@@ -241,7 +241,7 @@ class ServingCheck:
         label already was refitted by a process that did not wait for this start."""
         while True:
             try:
-                async with DynamoAdmin(self._http, secret=self._secret).pinned() as admin:
+                async with DynamoAdmin(self._http, secret=self._secret).pin() as admin:
                     if await admin.weight_version(listed) is None:
                         await admin.set_taints(listed, [taint_of(BASE_VERSION)])
                         await admin.declare_version(listed, BASE_VERSION)

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rollway import private
-from rollway.config import check_stack_name, is_loopback
+from rollway.config import StackSpec, check_stack_name, is_loopback
 from rollway.errors import RollwayError, StateUnreadable, UsageError
 from rollway.model_spec import slug
 from rollway.processes import ProcessId, boot_id
@@ -119,6 +119,20 @@ class StackState(msgspec.Struct):
     waiting: list[str] = []
     """Replicas of a stack on Ray that have no room at the moment."""
 
+    @classmethod
+    def from_spec(cls, spec: StackSpec, **fields: Any) -> StackState:
+        """Return the state of a stack of this spec; `fields` are those of the run."""
+        return cls(
+            name=spec.name,
+            models=[model.name for model in spec.models],
+            model_paths={model.name: model.path for model in spec.models},
+            checkpoint_roots=[str(root) for root in spec.checkpoint_roots],
+            timeouts=spec.timeouts.model_dump(),
+            restarts=spec.restart.enabled,
+            stop_seconds=spec.stop_seconds,
+            **fields,
+        )
+
     @property
     def supervisor(self) -> ProcessId:
         return ProcessId(self.supervisor_pid, self.supervisor_start)
@@ -133,7 +147,7 @@ class StackState(msgspec.Struct):
 
 
 def is_at(admin_url: str, worker: ProcessPlan | ProcessState) -> bool:
-    """Whether a listed admin address is that of a worker of this stack.
+    """Return whether a listed admin address is that of a worker of this stack.
 
     The port alone is not enough: a worker of another machine may have the same. The host is
     compared only if the spec gave an address; for loopback, all addresses or a name, Dynamo
@@ -280,7 +294,7 @@ def make_ray_part_name(stack: str, run_id: str, number: int) -> str:
 
 
 def is_ray_part(name: str) -> bool:
-    """Whether a stack of this machine is one node's part of a stack on Ray."""
+    """Return whether a stack of this machine is one node's part of a stack on Ray."""
     return re.fullmatch(r"ray-[a-z0-9-]+-[0-9a-f]{8}-\d+", name) is not None
 
 

@@ -363,7 +363,7 @@ class Healer:
         return min(policy.backoff_seconds * 2.0 ** (state.failures - 1), policy.max_backoff_seconds)
 
     def _was_replaced(self, state: ProcessState) -> bool:
-        """Whether a refit killed the process so that it restarts, which is not a failure."""
+        """Return whether a refit killed the process so that it restarts, which is not a failure."""
         return any(
             event.get("event") == "replaced" and event.get("pid") == state.pid
             for event in self._children.directory.events()

@@ -1,28 +1,32 @@
-"""Read files that another program wrote: plain files of limited size, strict JSON, safetensors.
+"""Read what another program wrote: plain files of limited size, strict JSON, safetensors, pickles.
 
 A checkpoint, a sidecar or a list of tensors may come from anywhere. A FIFO in place of a file would
 block the reader, a device would fill the memory, and deeply nested JSON would raise an error that
 no caller expects. The functions here raise `OSError` or `ValueError`, which the callers turn into
-errors for the user; `read_weight_file` raises `UsageError` itself. This module and `checkpoint` use
-the standard library alone: the GPU benchmark runs where nothing but torch is installed.
+errors for the user; `read_weight_file` raises `UsageError` itself, `read_pickle` `WeightsError`.
+This module and `checkpoint` import the standard library alone: the GPU benchmark runs where nothing
+but torch is installed.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
+import io
 import json
 import math
 import os
+import pickle
 import stat
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollway.errors import UsageError
+from rollway.errors import UsageError, WeightsError
 from rollway.weights.layout import ELEMENT_BYTES
 
 MAX_NAME = 4096  # Characters in the name of a tensor
@@ -248,3 +252,49 @@ def _check_contiguous(tensors: dict[str, StoredTensor], data: int, size: int) ->
         end += tensor.size
     if end != size:
         raise ValueError(f"it has {size} bytes instead of {end}")
+
+
+# --- pickles -----------------------------------------------------------------------------------
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """An unpickler that accepts only the allowed names.
+
+    It extends the implementation in Python: a few bytes can make the one in C allocate
+    gigabytes."""
+
+    def __init__(self, raw: bytes, sender: str, allowed: Mapping[tuple[str, str], Any]) -> None:
+        super().__init__(io.BytesIO(raw))
+        self._sender, self._allowed = sender, allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._allowed:
+            raise WeightsError(
+                f"A message of {self._sender}'s names {module}.{name}, which is not allowed."
+            )
+        return self._allowed[module, name]
+
+
+def read_pickle(raw: bytes, sender: str, more: Mapping[tuple[str, str], Any] | None = None) -> Any:
+    """Return the plain values, shapes and dtypes of a pickle, without letting it run code.
+
+    verl and prime-rl pickle the lists of their tensors. Such a list may name torch's dtypes and
+    `torch.Size`, and otherwise consists of plain values. `more` adds allowed objects, by module
+    and name."""
+    try:
+        return _PlainUnpickler(raw, sender, {**_list_torch_names(), **(more or {})}).load()
+    except WeightsError:
+        raise
+    except Exception as error:  # an invalid pickle fails in many ways
+        raise WeightsError(f"A message of {sender}'s cannot be read: {error}.") from error
+
+
+@functools.cache
+def _list_torch_names() -> dict[tuple[str, str], Any]:
+    # Imported here, because only messages of trainers need torch.
+    import torch
+
+    from rollway.weights.digest.checksums import DTYPES
+
+    dtypes = {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()}
+    return {**dtypes, ("torch", "Size"): torch.Size}

@@ -15,10 +15,10 @@ from aiohttp.test_utils import TestServer
 from rollway.bench.gateway import GatewayLoad, Tenth
 from rollway.chaos.agents import Acknowledged, Agents, Answer, Episode
 from rollway.chaos.clients import Address, Manner, Reply, Vanished, call
+from rollway.chaos.control import OldRecorder
 from rollway.chaos.gateway import FAULTS, GatewayReport, GatewayRound
 from rollway.chaos.gateway_process import SmallDisk
 from rollway.chaos.judge import Verdict, judge
-from rollway.chaos.old_journal import OldRecorder
 from rollway.gateway.recorder import Turn
 from rollway.rollout.sequence import TokenSequence
 from tests.waiting import wait_until_async

@@ -214,7 +214,7 @@ def test_a_stack_of_this_machine_comes_before_one_on_ray(
     monkeypatch: pytest.MonkeyPatch, names: list[str], name: str | None, is_on_ray: bool
 ) -> None:
     """Also while it is starting and has no state yet."""
-    monkeypatch.setattr(on_ray.launcher, "is_likely", lambda: True)
+    monkeypatch.setattr(on_ray.launcher, "may_reach_cluster", lambda: True)
     monkeypatch.setattr(on_ray.local, "list_names", lambda: names)
     arguments = ["down", *([name] if name else [])]
     assert on_ray.is_meant(parse(*arguments)) == is_on_ray

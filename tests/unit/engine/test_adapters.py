@@ -219,7 +219,7 @@ def test_an_adapter_dropped_while_it_is_received_leaves_nothing(
             assert may_read.acquire(timeout=30)
             yield from q_proj().items()
 
-    monkeypatch.setattr(engine, "reader_for", lambda offer, kept: Slow())
+    monkeypatch.setattr(engine, "get_reader", lambda offer, kept: Slow())
     adapters = engine.Adapters(Engine(), None)
     adapter = Adapter("style@1", CONFIG, "w")
     offer, directory = attach_adapter(OFFER, adapter), directory_of(OFFER, adapter)

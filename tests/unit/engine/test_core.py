@@ -138,7 +138,7 @@ def label(engine: Any, value: int | None) -> None:
     ],
 )
 def test_a_salt_names_a_version(salt: str | None, version: int | None) -> None:
-    assert core.version_in(salt) == version
+    assert core.read_version(salt) == version
 
 
 def test_an_engine_refuses_requests_of_other_versions(engine: Any) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from rollway.engine import guard
 from rollway.engine.guard import STOP_SECONDS, EngineOrders, Guard, install
-from rollway.engine.refit_orders import STAMPS, _notifications
+from rollway.engine.refit_orders import STAMPS, _open_notifications
 from rollway.orders import CANCEL, DOOR, MEMORY, REFIT, SLEEP, STAGE, WAKE, sign
 from tests.waiting import stays_async, wait_until_async
 
@@ -392,7 +392,7 @@ async def test_a_worker_that_serves_does_not_search_what_it_began_with(
 
 async def test_a_notification_is_taken_in_one_turn_of_the_event_loop() -> None:
     """A worker with many streams needs tens of milliseconds for each turn."""
-    with _notifications() as (name, notifications):
+    with _open_notifications() as (name, notifications):
         for _ in range(2):
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(f"\0{name}")

@@ -114,7 +114,7 @@ def test_two_processes_receive_the_same_bytes_again_and_again(
         received = receive(reader, offer)
         sending.result(20)
         assert all(torch.equal(received[name], tensor) for name, tensor in WEIGHTS.items())
-        assert peer.answer() == {"digest": reader.received(offer)} and reader.received(offer)
+        assert peer.answer() == {"digest": reader.get_digest(offer)} and reader.get_digest(offer)
         with pytest.raises(WeightsError, match="sent once"):
             receive(reader, offer)
     reader.close()
@@ -137,7 +137,7 @@ def test_a_broadcast_that_does_not_fit_leaves_the_group_in_step(
             assert message in peer.answer()["error"]
         else:
             assert receive(reader, offer).keys() == WEIGHTS.keys()
-            assert peer.answer()["digest"] == reader.received(offer)
+            assert peer.answer()["digest"] == reader.get_digest(offer)
         sending.result(20)
     reader.close()
 
@@ -179,7 +179,7 @@ def test_a_trainer_that_is_gone_is_noticed_at_once_and_another_group_can_form(pe
         peer.ask(stage=offer.as_json())
         sending = start(lambda: second.send(0, WEIGHTS.items()))
         assert receive(reader, offer).keys() == WEIGHTS.keys()
-        assert peer.answer()["digest"] == reader.received(offer)
+        assert peer.answer()["digest"] == reader.get_digest(offer)
         sending.result(20)
         reader.close()
 

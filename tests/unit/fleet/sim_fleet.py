@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from rollway.engine.core import version_in
+from rollway.engine.core import read_version
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
 from rollway.fleet import (
     labels,
@@ -241,7 +241,7 @@ class SimWorker:
 
     def admits(self, request: SimRequest) -> bool:
         """Return whether the engine takes a request with this salt."""
-        version = version_in(request.salt)
+        version = read_version(request.salt)
         return self.engine_label is None or version in (None, self.engine_label)
 
     def end(self, request: SimRequest, reason: str) -> None:
@@ -635,7 +635,7 @@ class World:
         }
 
     def _stamps(self, request: SimRequest, fields: list[str]) -> dict[str, Any]:
-        version = version_in(request.salt)
+        version = read_version(request.salt)
         if not self.orders or "rollway_versions" not in fields or version is None:
             return {}
         return {"engine_data": {"rollway_versions": [(0, version), *request.switches]}}
@@ -743,7 +743,7 @@ class SimAdmin:
         """`then` is called at the last of this number of calls."""
 
     @asynccontextmanager
-    async def pinned(self) -> AsyncIterator[SimAdmin]:
+    async def pin(self) -> AsyncIterator[SimAdmin]:
         yield SimAdmin(self.world, self._owner)
 
     async def _call(

@@ -174,7 +174,7 @@ async def test_a_pinned_connection_never_reaches_a_second_process() -> None:
         return None if drop[0] else {"status": "ok", "version": 3}
 
     async with worker(script) as (target, calls), Http() as http:
-        async with DynamoAdmin(http).pinned() as connection:
+        async with DynamoAdmin(http).pin() as connection:
             assert await connection.weight_version(target) == 3
             assert await connection.weight_version(target) == 3
             drop[0] = True

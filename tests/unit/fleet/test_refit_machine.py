@@ -533,7 +533,7 @@ def cut_rollouts_are_returned(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_engine_admits_every_request(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sim_fleet, "version_in", lambda _: None)
+    patch.setattr(sim_fleet, "read_version", lambda _: None)
 
 
 def test_an_engine_that_admits_other_versions_is_noticed() -> None:

@@ -16,12 +16,10 @@ from rollway.integrations.prime_rl.generate import (
     GenerateRequest,
     Generator,
     Scorer,
-    make_prompt_logprobs,
-    make_reply,
-)
-from rollway.integrations.prime_rl.token_chat import (
     has_token_data,
     make_chat_reply,
+    make_prompt_logprobs,
+    make_reply,
     read_token_chat,
 )
 from rollway.rollout.client import Rollouts

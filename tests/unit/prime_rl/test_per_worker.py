@@ -182,7 +182,7 @@ async def test_a_client_that_was_restarted_begins_anew(
     left = asyncio.create_task(client.call(B, UPDATE, STEP))
     await settle()
     await client.call(A, PAUSE)
-    with pytest.raises(Refused, match="paused anew"):
+    with pytest.raises(Refused, match="paused again"):
         await left
     await client.call(A, UPDATE, STEP)
     await client.call(A, RESUME)

@@ -148,7 +148,7 @@ class Starting:
         }
 
     @asynccontextmanager
-    async def pinned(self) -> AsyncIterator[Starting]:
+    async def pin(self) -> AsyncIterator[Starting]:
         yield self
 
 

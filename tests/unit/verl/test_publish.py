@@ -23,7 +23,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rollway.engine.incoming import reader_for
+from rollway.engine.incoming import get_reader
 from rollway.errors import UsageError, WeightsError
 from rollway.integrations.verl import weights as verl_weights
 from rollway.integrations.verl.spec import WeightOptions, find_tied_names
@@ -105,7 +105,7 @@ class Pool:
         return UpdateReply(self._describe(self.receivers), figures={"seconds": 0.5})
 
     def _read(self, offer: Offer) -> Tensors:
-        reader = reader_for(offer, self.readers)
+        reader = get_reader(offer, self.readers)
         return {name: tensor.clone() for name, tensor in reader.tensors(offer)}
 
 

@@ -58,7 +58,7 @@ def main() -> None:
                 reader.headers(offer)
                 for _ in reader.tensors(offer):
                     pass
-                answer = {"digest": reader.received(offer)}
+                answer = {"digest": reader.get_digest(offer)}
         except (RollwayError, RuntimeError) as error:
             answer = {"error": str(error)}
         print(json.dumps(answer), flush=True)

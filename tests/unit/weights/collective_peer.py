@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollway.engine.incoming import reader_for
+from rollway.engine.incoming import get_reader
 from rollway.errors import RollwayError
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.offer import parse_offer
@@ -61,7 +61,7 @@ def facts(name_and_tensor: tuple[str, torch.Tensor]) -> tuple[str, list[Any]]:
 
 def receive(request: dict[str, Any], readers: dict[str, Reader]) -> Facts:
     offer = parse_offer(request["offer"])
-    reader = reader_for(offer, readers)
+    reader = get_reader(offer, readers)
     assert reader.headers(offer)
     received: Facts = {}
     for name, tensor in reader.tensors(offer):

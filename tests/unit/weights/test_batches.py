@@ -28,7 +28,7 @@ from rollway.weights.digest.checksums import (
 )
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta import packing
-from rollway.weights.transports.delta.installing import apply
+from rollway.weights.transports.delta.reader import apply
 from tests.tensors import noise
 
 GPU = torch.cuda.is_available()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollway.engine.incoming import reader_for
+from rollway.engine.incoming import get_reader
 from rollway.errors import UsageError
 from rollway.orders import SECRET
 from rollway.weights.layout import Box, Piece, Shard
@@ -86,7 +86,7 @@ def test_automatic_decides_at_the_first_publish(caplog: pytest.LogCaptureFixture
             offer = publisher.publish(1, module.named_parameters())
         assert publisher.choice is not None and publisher.choice.transport == offer.transport
         assert publisher.choice.reason in caplog.text
-        received = dict(reader_for(offer, {}).tensors(offer))
+        received = dict(get_reader(offer, {}).tensors(offer))
         assert torch.equal(received["weight"], module.weight)
         publisher.adopt(module.named_parameters())
         assert publisher.publish(2).identity == offer.identity
@@ -134,7 +134,7 @@ def test_every_publisher_keeps_the_contract(
         for version, source in enumerate(sources, 1):
             publisher.expect(1)
             offers[version] = offer = publisher.publish(version, source)
-            reader = reader_for(offer, {})
+            reader = get_reader(offer, {})
             assert reader.headers(offer).keys() == {"weight", "bias"}
             received = {name: tensor.clone() for name, tensor in reader.tensors(offer)}
             assert torch.equal(received["weight"], module.weight)

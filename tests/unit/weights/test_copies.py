@@ -8,7 +8,7 @@ import torch
 from rollway.weights.copies import copy_all, view_as_words
 from rollway.weights.digest.checksums import DTYPES, digest, digests, raw_bytes
 from rollway.weights.transports.delta import format as delta
-from rollway.weights.transports.delta.installing import apply
+from rollway.weights.transports.delta.reader import apply
 from tests.tensors import noise
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

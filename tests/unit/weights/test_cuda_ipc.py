@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollway.engine.incoming import reader_for
+from rollway.engine.incoming import get_reader
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import digest, uses_triton, warm_up
 from rollway.weights.offer import Offer, parse_offer, read_offer
@@ -311,7 +311,7 @@ def test_a_worker_finds_its_reader() -> None:
     tensors = model("cpu")
     with CudaIpcPublisher() as publisher:
         offer = publisher.publish(1, tensors.items())
-        reader = reader_for(offer, {})
+        reader = get_reader(offer, {})
         assert {name: header.shape for name, header in reader.headers(offer).items()} == {
             name: tuple(tensor.shape) for name, tensor in tensors.items()
         }

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.weights.digest import changes, checksums
 from rollway.weights.digest.checksums import DTYPES, digest, integers, raw_bytes
-from rollway.weights.transports.delta import installing
+from rollway.weights.transports.delta import reader
 from rollway.weights.transports.delta.format import Encoded, decode, encode
-from rollway.weights.transports.delta.installing import apply
 from rollway.weights.transports.delta.packing import Compression
+from rollway.weights.transports.delta.reader import apply
 from tests.tensors import equal_bits, noise
 
 SHAPES = st.one_of(
@@ -332,7 +332,7 @@ def test_an_interrupted_check_reverts_the_change(monkeypatch: pytest.MonkeyPatch
     def broken(tensor: torch.Tensor) -> str:
         raise MemoryError
 
-    monkeypatch.setattr(installing, "digest", broken)
+    monkeypatch.setattr(reader, "digest", broken)
     with pytest.raises(MemoryError):
         apply(encoded, tensor)
     assert equal_bits(tensor, old)

@@ -14,8 +14,8 @@ from rollway.weights.transports.delta import (
     DeltaReader,
     DeltaVersions,
     Store,
-    installing,
 )
+from rollway.weights.transports.delta.reader import patch, patch_all
 
 State = dict[str, Tensor]
 
@@ -61,7 +61,7 @@ def test_a_delta_that_is_wrong_in_the_end_is_undone(
     assert [step.kind for step in steps] == ["delta", "delta"]
     held["same"] += 1  # the last that is looked at
     with pytest.raises(WeightsError, match="same does not match its checksum in version 3"):
-        versions.patch(held, steps)
+        patch_all(versions, held, steps)
     held["same"] -= 1
     assert same(held, state(1))
     calls = []
@@ -70,13 +70,13 @@ def test_a_delta_that_is_wrong_in_the_end_is_undone(
         calls.append(arguments)
         if len(calls) == 9:
             raise MemoryError
-        return installing.patch(*arguments)  # type: ignore[arg-type]
+        return patch(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("rollway.weights.transports.delta.versions.patch", fail_later)
+    monkeypatch.setattr("rollway.weights.transports.delta.reader.patch", fail_later)
     with pytest.raises(MemoryError):
-        versions.patch(held, steps)
+        patch_all(versions, held, steps)
     assert same(held, state(1))
-    versions.patch(held, steps)
+    patch_all(versions, held, steps)
     assert same(held, state(3))
 
 

@@ -27,6 +27,7 @@ from rollway.weights.transports.delta import (
     SharedMemory,
     Store,
 )
+from rollway.weights.transports.delta.reader import fetch, stage
 from tests.tensors import same
 
 State = dict[str, torch.Tensor]
@@ -108,11 +109,11 @@ def test_every_kept_version_can_be_read_from_anywhere(
         kept = sorted(history.truth)[-keep:]
         for wanted in kept:
             fresh: State = {}
-            history.reader.stage(fresh, history.reader.find_chain(None, wanted)).install()
+            stage(history.reader, fresh, history.reader.find_chain(None, wanted)).install()
             assert same(fresh, history.truth[wanted])
         if random.Random(version).random() < 0.5:
             wanted = random.Random(version).choice(kept)
-            history.reader.stage(follower, history.reader.find_chain(held, wanted)).install()
+            stage(history.reader, follower, history.reader.find_chain(held, wanted)).install()
             held = wanted
             assert same(follower, history.truth[wanted])
     # At most a snapshot's distance of older versions stays for the sake of the kept ones.
@@ -137,7 +138,7 @@ def test_a_delta_is_small_and_live_tensors_stay_in_place(tmp_path: Path) -> None
     manifest = publisher.versions.read_manifest(2)
     assert manifest.delta is not None and full.snapshot is not None
     assert manifest.delta.size < 0.02 * full.snapshot.size
-    staged = publisher.versions.stage(live, publisher.versions.find_chain(1, 2))
+    staged = stage(publisher.versions, live, publisher.versions.find_chain(1, 2))
     assert not torch.equal(live["w"], weight)  # nothing yet
     staged.install()
     assert torch.equal(live["w"], weight)
@@ -153,7 +154,7 @@ def test_shared_memory_stores_the_same_versions() -> None:
         publisher.publish(2, state.items())
         reader = DeltaVersions(Store(store.root))
         live: State = {}
-        reader.stage(live, reader.find_chain(None, 2)).install()
+        stage(reader, live, reader.find_chain(None, 2)).install()
         assert same(live, state)
 
 
@@ -168,13 +169,13 @@ def test_a_wrong_base_changes_nothing(history: History) -> None:
     for truth, held in ((2, 3), (1, 4), (5, 2)):
         live = copy(history.truth[truth])
         with pytest.raises(WeightsError, match=r"not of version|not of the version"):
-            history.reader.stage(live, history.reader.find_chain(held, 5)[:1]).install()
+            stage(history.reader, live, history.reader.find_chain(held, 5)[:1]).install()
         assert same(live, history.truth[truth])
     live = copy(history.truth[2])
     live["frozen"][3] = 7  # which no delta touches
     kept = copy(live)
     with pytest.raises(WeightsError, match="frozen does not match its checksum in version 5"):
-        history.reader.stage(live, history.reader.find_chain(2, 5)).install()
+        stage(history.reader, live, history.reader.find_chain(2, 5)).install()
     assert same(live, kept)
 
 
@@ -182,12 +183,12 @@ def test_another_model_is_refused(history: History) -> None:
     live = copy(history.truth[4])
     del live["embed"]
     with pytest.raises(WeightsError, match="differ in embed"):
-        history.reader.stage(live, history.reader.find_chain(4, 5)).install()
+        stage(history.reader, live, history.reader.find_chain(4, 5)).install()
     live["embed"] = torch.zeros(50, 9, dtype=torch.bfloat16)
     with pytest.raises(WeightsError, match=r"the tensor is BF16\[50, 9\]"):
-        history.reader.stage(live, history.reader.find_chain(4, 5)).install()
+        stage(history.reader, live, history.reader.find_chain(4, 5)).install()
     with pytest.raises(WeightsError, match="no embed to apply a change to"):
-        history.reader.stage({}, history.reader.find_chain(4, 5)).install()
+        stage(history.reader, {}, history.reader.find_chain(4, 5)).install()
 
 
 def test_a_truncated_object_is_refused(history: History) -> None:
@@ -196,7 +197,7 @@ def test_a_truncated_object_is_refused(history: History) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     live = copy(history.truth[4])
     with pytest.raises(WeightsError, match=r"delta 4->5 has .* bytes instead of"):
-        history.reader.stage(live, chain).install()
+        stage(history.reader, live, chain).install()
     assert same(live, history.truth[4])
 
 
@@ -204,7 +205,7 @@ def test_a_missing_delta_is_an_error_or_bypassed(history: History) -> None:
     history.store.delete(history.reader.read_manifest(3).delta.key)  # type: ignore[union-attr]
     live = copy(history.truth[2])
     with pytest.raises(WeightsError, match="is not there"):
-        history.reader.stage(live, history.reader.find_chain(2, 5)).install()
+        stage(history.reader, live, history.reader.find_chain(2, 5)).install()
     assert same(live, history.truth[2])
     history.store.delete(history.store.keys("manifests/000000000000003")[0])
     assert history.chain(2, 5) == ["snapshot 4", "delta 4->5"]  # bypasses it
@@ -216,9 +217,9 @@ def test_a_kept_version_can_be_read_whatever_is_held(history: History) -> None:
     history.store.delete(history.reader.read_manifest(3).delta.key)  # type: ignore[union-attr]
     for held, state in ((2, history.truth[2]), (4, history.truth[1]), (9, history.truth[3])):
         live = copy(state)
-        history.reader.fetch(live, held, 5).install()
+        fetch(history.reader, live, held, 5).install()
         assert same(live, history.truth[5])
-    history.reader.fetch(live, 5, 5).install()
+    fetch(history.reader, live, 5, 5).install()
     assert same(live, history.truth[5])
 
 
@@ -244,7 +245,7 @@ def test_a_reader_of_kept_versions_never_fails(tmp_path: Path) -> None:
         with reading:
             at = max(history.reader.list_versions(), default=1)
             reading.notify()
-        history.reader.fetch(live, held, at).install()
+        fetch(history.reader, live, held, at).install()
         held = at
         assert {name: digest(tensor) for name, tensor in live.items()} == {
             name: entry.digest for name, entry in history.reader.read_manifest(at).tensors.items()
@@ -277,7 +278,7 @@ def test_a_flipped_byte_is_detected(
         path.write_bytes(bad)
         wanted = chain[-1].manifest.version
         steps = history.reader.find_chain(2 if held else None, wanted)
-        history.reader.stage(live, steps).install()
+        stage(history.reader, live, steps).install()
     except WeightsError:
         assert same(live, held)
     else:
@@ -318,7 +319,7 @@ def test_a_failed_publish_is_invisible_and_the_next_one_is_right(history: Histor
     history.publish(6, 7)
     assert history.chain(5, 7) == ["snapshot 6", "delta 6->7"]
     live: State = {}
-    history.reader.stage(live, history.reader.find_chain(None, 7)).install()
+    stage(history.reader, live, history.reader.find_chain(None, 7)).install()
     assert same(live, history.truth[7])
 
 
@@ -432,7 +433,7 @@ publisher.publish(2, stream())
         live: State = {}
         reader = DeltaVersions(store)
         assert reader.list_versions() == [1]
-        reader.stage(live, reader.find_chain(None, 1)).install()
+        stage(reader, live, reader.find_chain(None, 1)).install()
         assert torch.equal(live["b"], torch.arange(100000.0))
         DeltaPublisher(store).publish(2, live.items())
         assert len([path for path in root.rglob("*") if path.is_file()]) == 4

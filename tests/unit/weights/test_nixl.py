@@ -392,7 +392,7 @@ def test_a_worker_receives_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     with Trainer() as trainer:
         offer = trainer.publish(0)
         kept: dict[str, Any] = {}
-        receiver = incoming.reader_for(offer, kept)
-        assert receiver is incoming.reader_for(offer, kept)
+        receiver = incoming.get_reader(offer, kept)
+        assert receiver is incoming.get_reader(offer, kept)
         assert set(receiver.headers(offer)) == set(tensors_of(0))
         assert same({n: t.clone() for n, t in receiver.tensors(offer)}, tensors_of(0))

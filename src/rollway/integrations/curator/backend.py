@@ -168,7 +168,7 @@ class RollwayBackend:
                 timeout = StartError(
                     f"Models {expected} did not all appear at {url} within {seconds}s (listed: "
                     f"{listed or 'none'}{'; ' if last_error else ''}{last_error}).",
-                    "Is the address a Dynamo frontend's, and are its workers running?",
+                    "Check that the address is a Dynamo frontend's, and that its workers run.",
                 )
                 raise ServerError(timeout, expected)
             time.sleep(_POLL_SECONDS)

@@ -139,7 +139,7 @@ def _read_tail(log: Path) -> str:
 
 
 def main() -> int:
-    """Run in the child: start the stack, report, hold it until the driver lets go."""
+    """Run in the child: start the stack, report, hold it until the driver closes its end."""
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints is for the log
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -251,6 +251,6 @@ def _describe_replica(spec: StackSpec, process: ProcessState) -> dict[str, Any]:
 
 
 def _send(reports: TextIO, report: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the driver has died: the lifeline tells
+    with contextlib.suppress(BrokenPipeError):  # the driver has died: the lifeline notices
         reports.write(json.dumps(report) + "\n")
         reports.flush()

@@ -1,4 +1,4 @@
-"""Curator's `InferenceServer` on Rollway: as a subclass, or put into Curator by `install`."""
+"""Run Curator's `InferenceServer` on Rollway: as a subclass, or put into Curator by `install`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ try:
 except ModuleNotFoundError as error:
     raise UsageError(
         f"NeMo Curator is not installed here ({error}).",
-        "pip install 'rollway[curator]' in the environment of your pipelines, see docs/curator.md.",
+        "Install it with `pip install 'rollway[curator]'` where your pipelines run; see "
+        "docs/curator.md.",
     ) from error
 
 

@@ -1,4 +1,4 @@
-"""Curator's configs as the spec of a stack.
+"""Translate Curator's configs into the spec of a stack.
 
     DynamoVLLMModelConfig   -> models[i]: path, name, replicas, parallel sizes, args, env
       mode="disagg"         -> serving: disaggregated, prefill, decode

@@ -53,7 +53,7 @@ class BroadcastSender:
         checkpoint_interval: int | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """`keep_recent` newest steps stay, and every one that is a multiple of
+        """Keep the `keep_recent` newest steps, and every one that is a multiple of
         `checkpoint_interval`. A rollout may need weights that are `max_off_policy_steps` old, since
         engines read adapters late."""
         check_retention(keep_recent, max_off_policy_steps)
@@ -240,8 +240,8 @@ class CollectiveSender:
             self._check()
             if time.monotonic() > deadline:
                 raise WeightsError(
-                    f"Nobody wants {directory} within {self._timeout:g} s.",
-                    "See whether the orchestrator runs, and watches this directory.",
+                    f"No receiver was ready for {directory} within {self._timeout:g} s.",
+                    "Check that the orchestrator runs, and watches this directory.",
                 )
             time.sleep(_POLL_SECONDS)
         (directory / ".started").touch()

@@ -73,7 +73,7 @@ def find_problems(config: Mapping[str, Any]) -> list[Problem]:
 async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
     """Ask the addresses in a config; return what they lack."""
     client, name = _find_client(config)
-    headers = read_key(client)
+    headers = make_headers(client)
     problems: list[Problem] = []
     async with Http() as http:
 
@@ -98,7 +98,7 @@ async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
                 continue
             if "vllm:" not in page:
                 cause = f"{base}/metrics has no vllm:* series, so one episode stays in flight."
-                fix = "Use the server's address, not a frontend's; are its workers vLLM's?"
+                fix = "Use the server's address, not a frontend's, and workers of vLLM."
                 problems.append(Problem(key, cause, fix))
             problems += _check_model(config, client, [m["id"] for m in listing["data"]])
         for url in rollouts if admin else []:
@@ -111,7 +111,7 @@ async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def read_key(client: Mapping[str, Any]) -> dict[str, str]:
+def make_headers(client: Mapping[str, Any]) -> dict[str, str]:
     """Return the headers with the token that prime-rl would send, if there is one."""
     token = os.environ.get(str(client.get("api_key_var", "VLLM_API_KEY")), "EMPTY")
     return {} if token == "EMPTY" else {"Authorization": f"Bearer {token}"}
@@ -129,7 +129,8 @@ def check_answers(health: Any, url: str, key: str, wanted: Plane) -> Iterator[Pr
 def _check_model(
     config: Mapping[str, Any], client: Mapping[str, Any], served: list[str]
 ) -> Iterator[Problem]:
-    """prime-rl asks for its model by name before it starts, and ends if it is not there."""
+    """Yield a problem if the model is not served: prime-rl asks for it by name, and ends without
+    it."""
     for path in (("orchestrator", "model"), ("model",)):
         name = _find_table(config, path).get("name")
         if isinstance(name, str) and name not in served and not client.get("skip_model_check"):

@@ -113,7 +113,7 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return {**self.headers, **{name: value for name, value in named.items() if value}}
 
     def read_admin_headers(self) -> dict[str, str]:
-        """Return the same with the API key, if there is one."""
+        """Return these headers with the API key, if there is one."""
         key = os.environ.get(self.api_key_var, "")
         token = {"Authorization": f"Bearer {key}"} if key not in ("", "EMPTY") else {}
         return {**self.read_headers(), **token}
@@ -263,8 +263,8 @@ def setup_admin_api(
 async def setup_admin_clients(
     config: ClientConfig, http: Http, *, use_admin_base_url: bool = True, model: str = ""
 ) -> list[AdminClient]:
-    """Return the clients of all servers or workers. Those of `base_url`, where models answer, are
-    the ones without `use_admin_base_url`."""
+    """Return the clients of all servers or workers; without `use_admin_base_url`, those of
+    `base_url`, where models answer."""
     urls = config.base_url
     if use_admin_base_url and config.admin_base_url:
         urls = config.admin_base_url

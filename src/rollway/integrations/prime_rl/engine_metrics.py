@@ -44,7 +44,7 @@ class EngineMetrics:
             self._scrape = asyncio.create_task(self._read_all())
         pages = await asyncio.shield(self._scrape)  # others may wait for the same scrape
         if worker is not None:
-            label = self._label(worker)
+            label = self._get_label(worker)
             pages = {label: pages.get(label, "")}
         return join_pages(pages)
 
@@ -56,20 +56,20 @@ class EngineMetrics:
     async def _read_all(self) -> dict[str, str]:
         try:
             workers = [w for w in await self.fleet.workers(fresh=False) if w.error is None]
-            pages = await asyncio.gather(*map(self._read_one, workers))
-            return {self._label(w): page for w, page in zip(workers, pages, strict=True)}
+            pages = await asyncio.gather(*map(self._read_worker, workers))
+            return {self._get_label(w): page for w, page in zip(workers, pages, strict=True)}
         except RollwayError:
             return {}  # the listing does not answer; the rest of the page is still worth reading
         finally:
             self._ended = time.monotonic()
 
-    async def _read_one(self, worker: Worker) -> str:
+    async def _read_worker(self, worker: Worker) -> str:
         try:
             return await self.http.get_text(f"{worker.admin_url}/metrics", timeout=SCRAPE_SECONDS)
         except RollwayError:
             return ""
 
-    def _label(self, worker: Worker) -> str:
+    def _get_label(self, worker: Worker) -> str:
         """Return the number of a worker, by its address: prime-rl adds up the cache of every engine
         that it has ever seen, and a restarted worker has a new id at the old address."""
         return str(self._labels.setdefault(worker.admin_url, len(self._labels)))

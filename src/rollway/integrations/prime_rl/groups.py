@@ -205,7 +205,7 @@ class Broadcaster:
         return GroupUpdate(offer, self.secret, allow_cast=True, seats=frozenset(group.seats))
 
     async def forget_ended(self, directory: str = "") -> bool:
-        """With `auto`, forget a group whose trainer is gone, and return whether there was one: the
+        """Forget a group whose trainer is gone, with `auto`; return whether there was one. The
         next run may broadcast files, which no call announces. What the group sent last stays its
         own: workers may have received it just before the trainer ended."""
         group = self.group

@@ -54,22 +54,22 @@ class InferenceConfig:
 
     raw: Mapping[str, Any]
 
-    def part(self, name: str) -> Mapping[str, Any]:
+    def get_table(self, name: str) -> Mapping[str, Any]:
         value = self.raw.get(name)
         return value if isinstance(value, Mapping) else {}
 
     @property
     def vllm(self) -> dict[str, Any]:
         """Engine options under their Python names."""
-        return {name.replace("-", "_"): value for name, value in self.part("vllm").items()}
+        return {name.replace("-", "_"): value for name, value in self.get_table("vllm").items()}
 
     @property
     def host(self) -> str:
-        return str(self.part("server").get("host") or "127.0.0.1")
+        return str(self.get_table("server").get("host") or "127.0.0.1")
 
     @property
     def port(self) -> int:
-        return int(self.part("server").get("port", 8000))
+        return int(self.get_table("server").get("port", 8000))
 
     @property
     def admin_port(self) -> int | None:
@@ -80,7 +80,7 @@ class InferenceConfig:
 
     @property
     def broadcast(self) -> Any:
-        return self.part("weight_broadcast").get("type", "filesystem")
+        return self.get_table("weight_broadcast").get("type", "filesystem")
 
 
 def read_config(file: Path) -> InferenceConfig:
@@ -127,7 +127,7 @@ def make_stack(config: InferenceConfig) -> dict[str, Any]:
         "args": dict(_list_args(config)),
         "env": _make_environment(config),
     }
-    policy = str(config.part("router").get("policy", "consistent_hash"))
+    policy = str(config.get_table("router").get("policy", "consistent_hash"))
     return {
         "name": f"prime-rl-{config.port}",
         "models": [model],
@@ -194,23 +194,23 @@ def _check_launch(config: InferenceConfig) -> Iterator[Problem]:
     if raw.get("slurm") is not None:
         cause = "This starts a stack on this machine, and submits nothing."
         yield Problem("slurm", cause, "Start it in the job, without this block.")
-    kind = config.part("deployment").get("type", "single_node")
+    kind = config.get_table("deployment").get("type", "single_node")
     if kind != "single_node":
         cause = f'"{kind}" spreads engines over nodes by Slurm.'
         fix = "Start the stack by `rollway up` (docs/ray.md), and give prime-rl its address."
         yield Problem("deployment.type", cause, fix)
-    router = config.part("router")
+    router = config.get_table("router")
     if router.get("type", "vllm-router") != "vllm-router":
         cause = f'"{router["type"]}" is another router; Dynamo has its own.'
         yield Problem("router.type", cause, 'Use "vllm-router", or router = "None".')
     elif (policy := router.get("policy", "consistent_hash")) not in _ROUTER_MODES:
         cause = f'"{policy}" has no counterpart in Dynamo.'
         yield Problem("router.policy", cause, f"Use one of {', '.join(_ROUTER_MODES)}.")
-    seconds = config.part("server").get("liveness_timeout_seconds", _LIVENESS_SECONDS)
+    seconds = config.get_table("server").get("liveness_timeout_seconds", _LIVENESS_SECONDS)
     if seconds != _LIVENESS_SECONDS:
         cause = f"/liveness answers within {_LIVENESS_SECONDS:g} s."
         yield Problem("server.liveness_timeout_seconds", cause, "Leave the default.")
-    if config.part("log").get("json_logging"):
+    if config.get_table("log").get("json_logging"):
         cause = "Dynamo's processes write their own lines."
         yield Problem("log.json_logging", cause, "Use false.")
 
@@ -322,7 +322,7 @@ def _make_environment(config: InferenceConfig) -> dict[str, str]:
         env["DYN_LORA_ENABLED"] = "true"
     if config.vllm.get("enable_return_routed_experts"):
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the second runner captures no experts
-    return env | {name: str(value) for name, value in config.part("env_vars").items()}
+    return env | {name: str(value) for name, value in config.get_table("env_vars").items()}
 
 
 def _check_port(host: str, port: int) -> None:

@@ -41,7 +41,7 @@ class AdapterAliases:
     rules: BroadcastRules
     memory: Memory
     open_publisher: Callable[[], AsyncPublisher]
-    """Opens the transport that takes the adapters to the workers."""
+    """Opens the transport that carries the adapters to the workers."""
     _publisher: AsyncPublisher | None = None
     _published: int = 0
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -118,7 +118,7 @@ class AdapterAliases:
         tensors = await asyncio.to_thread(_read_tensors, path)
         if self._publisher is None:
             self._publisher = await self.open_publisher().__aenter__()
-        # Its numbers rise by themselves: they are shared by all adapters.
+        # The publisher has its own numbers, because all adapters share it.
         self._published += 1
         offer = await self._publisher.publish(self._published, tensors.items())
         served = await self.fleet.load_adapter(name, number, offer, config, keep=KEEP)

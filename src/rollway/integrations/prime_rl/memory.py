@@ -42,7 +42,7 @@ class JoinedGroup(msgspec.Struct):
     directory: str = ""
     """The directory of the last broadcast."""
     offered: str = ""
-    """The identity under which workers were told to receive it."""
+    """The identity under which workers were ordered to receive it."""
 
 
 class Record(msgspec.Struct):
@@ -80,7 +80,7 @@ class Memory:
     """Reads the record once, and replaces its file at each change."""
 
     def __init__(self, file: Path | None = None, run: str = "") -> None:
-        """Without a file, nothing is kept."""
+        """Read the record in `file`, if it is of this `run`; without a file, keep nothing."""
         self._file = file
         self.record = Record(run=run)
         if file is None:

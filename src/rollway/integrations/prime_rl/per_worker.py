@@ -84,7 +84,7 @@ class WorkerParts:
         raise self._make_missing(key)
 
     async def call_route(self, virtual: VirtualWorker, key: str, route: str, body: Body) -> Answer:
-        """Take a call to one worker, and answer it for the fleet."""
+        """Answer a call to one worker, as a part of one operation of the fleet."""
         if key not in self._known:
             await self._list()
         if key not in self._known:
@@ -150,7 +150,7 @@ class WorkerParts:
                 kind="incomplete",
             ) from None
         if self._round is not current:
-            raise Refused(409, "The workers were paused anew.", "Send this after the new pause.")
+            raise Refused(409, "The workers were paused again.", "Send this after the new pause.")
         if any(other != body for other in calls.values()):
             raise Refused(
                 409,

@@ -62,7 +62,7 @@ class StaticPool:
         weight_broadcast_type: BroadcastType = "filesystem",
         **renderer: Any,
     ) -> None:
-        """`renderer` has the options of `setup_clients`."""
+        """Make the clients; `renderer` has the options of `setup_clients`."""
         self.config = config
         self.model_name = model_name
         self.admin: AdminAPI = setup_admin_api(config, weight_broadcast_type)
@@ -142,7 +142,7 @@ class ElasticPool:
     """The pods of a headless Service, with one adapter. Only ready ones get rollouts."""
 
     def __init__(self, config: ClientConfig, model_name: str, **renderer: Any) -> None:
-        """`renderer` has the options of `setup_clients`."""
+        """Prepare to follow the pods; `renderer` has the options of `setup_clients`."""
         if config.elastic is None:
             raise UsageError("client.elastic is missing.", "Name the Service: elastic.hostname.")
         self.config = config
@@ -222,7 +222,7 @@ class ElasticPool:
             raise Unreachable(f"No pod serves {lora_name} of step {step}: {causes}")
 
     async def sync(self) -> None:
-        """Follow the Service's pods, and bring each to the desired adapter."""
+        """Follow the Service's pods, and load the desired adapter into each."""
         async with self._lock:
             workers = await discover(self._http, self._source, retry=ONCE)
             headers = self.config.read_admin_headers()
@@ -233,11 +233,11 @@ class ElasticPool:
                     worker,
                     AdminClient(self._http, worker.admin_url, headers),
                     AdminClient(self._http, worker.inference_url, headers),
-                    # It stays ready while it is asked again: rollouts go on there.
+                    # It stays ready while it is asked again: rollouts continue there.
                     known.status if known is not None else "discovering",
                 )
             self.servers = servers
-            await asyncio.gather(*(self._sync_server(each) for each in servers.values()))
+            await asyncio.gather(*(self._sync_server(server) for server in servers.values()))
 
     def get_metrics(self) -> dict[str, float]:
         return {

@@ -36,15 +36,17 @@ from rollway.gateway.replies import Refused, json_response
 from rollway.gateway.requests import parse
 from rollway.gateway.server import Gateway
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics, format_gauges
-from rollway.integrations.prime_rl.generate import GenerateRequest, Generator, Scorer
-from rollway.integrations.prime_rl.groups import read_request
-from rollway.integrations.prime_rl.lora import AdapterAliases
-from rollway.integrations.prime_rl.per_worker import WorkerParts
-from rollway.integrations.prime_rl.token_chat import (
+from rollway.integrations.prime_rl.generate import (
+    GenerateRequest,
+    Generator,
+    Scorer,
     has_token_data,
     make_chat_reply,
     read_token_chat,
 )
+from rollway.integrations.prime_rl.groups import read_request
+from rollway.integrations.prime_rl.lora import AdapterAliases
+from rollway.integrations.prime_rl.per_worker import WorkerParts
 from rollway.integrations.prime_rl.trainer_logprobs import MismatchRecord
 from rollway.integrations.prime_rl.updates import WeightUpdates
 from rollway.integrations.prime_rl.virtual_worker import VirtualWorker
@@ -88,9 +90,9 @@ class PrimeRl:
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         for path, handler in (
-            ("/health", self.health),
-            ("/liveness", self.liveness),
-            ("/v1/models", self.models),
+            ("/health", self.show_health),
+            ("/liveness", self.show_liveness),
+            ("/v1/models", self.list_models),
             ("/metrics", self.show_metrics),
         ):
             router.add_get(path, handler)
@@ -208,7 +210,7 @@ class PrimeRl:
 
     # --- state -----------------------------------------------------------------------------------
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def show_health(self, request: web.Request) -> web.Response:
         """Answer 200 once a worker can be asked; prime-rl polls this until it starts."""
         answering = await self._list_answering()
         if not answering:
@@ -216,7 +218,7 @@ class PrimeRl:
         state = {"status": "ok", "model": self.model, "workers": len(answering)}
         return json_response({**state, "answers": self.plane})
 
-    async def liveness(self, request: web.Request) -> web.Response:
+    async def show_liveness(self, request: web.Request) -> web.Response:
         """Answer 200 while an engine responds, in prime-rl's own words."""
         try:
             async with asyncio.timeout(LIVENESS_SECONDS):
@@ -227,7 +229,7 @@ class PrimeRl:
         status = 200 if alive else 503
         return web.Response(body=body, status=status, content_type="application/json")
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def list_models(self, request: web.Request) -> web.Response:
         base = {"id": self.model, "object": "model", "owned_by": "rollway", "root": self.model}
         entries = [base, *self.adapters.list_models(self.model)]
         lengths = {"max_model_len": self.context_length}

@@ -75,7 +75,7 @@ async def serve(options: ServeOptions, access: Access, tls: ssl.SSLContext | Non
 
 @asynccontextmanager
 async def extend(stack: Stack, gateway: Gateway, options: ServeOptions) -> AsyncIterator[Gateway]:
-    """Return the gateway with prime-rl's routes."""
+    """Yield the gateway with prime-rl's routes."""
     fleet = stack.fleet_of(gateway.model)
     state = StackDir(stack.name).read() if stack.name else None
     roots = [Path(root) for root in state.checkpoint_roots] if state else []

@@ -7,7 +7,7 @@
 
 Every list has one value for each token. In place of `inference_logprobs`, `request_id` names a
 reply of this server, whose log-probs it remembers for a while; then the tokens are the sampled
-ones. Bodies with the same `step` add up, as ranks of a trainer send them; another step begins anew.
+ones. Bodies with the same `step` add up, as ranks of a trainer send them; another one starts over.
 The figures are those that prime-rl logs: exp(d) - d - 1 for each token that `mask` selects, with
 d = trainer - inference, as `mismatch_kl/{all,<env>}/{mean,std,max}`.
 """

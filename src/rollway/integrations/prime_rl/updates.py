@@ -9,8 +9,8 @@
        └──────────────────────────────── /resume ─────────────────────────────────────┘
 
 From `/pause` to `/resume` a gate is closed: new requests wait at it, because prime-rl has already
-counted its version up. Requests that run are not stopped. They go on while the workers receive and
-verify the weights, and continue on the new ones after the swap (refit mode `in-flight`).
+counted its version up. Requests that run are not stopped. They continue while the workers receive
+and verify the weights, and on the new weights after the swap (refit mode `in-flight`).
 
 prime-rl repeats a call after a timeout or a 5xx, and never after a 4xx. So a refusal is a 4xx, a
 repeated call joins the update that runs or gets its answer, and the update runs to its end also

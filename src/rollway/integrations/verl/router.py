@@ -16,7 +16,7 @@ from typing import Any
 from cachetools import LRUCache, TTLCache
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from rollway.rollout.client import shared_session
+from rollway.rollout.client import share_session
 
 CONFIG = Path(__file__).with_name("router.yaml")
 """For `rollout.router_config_path`; replicas set it unless the user has."""
@@ -45,7 +45,7 @@ class SessionRouter(GlobalRequestLoadBalancer):  # type: ignore[misc]
             name = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=12).hexdigest()
             index = self._rollouts.get(name, 0)
             self._rollouts[name] = index + 1
-            group = self._groups[request_id] = shared_session(name, index)
+            group = self._groups[request_id] = share_session(name, index)
         return server_id, Session(server, request_id, group)
 
 

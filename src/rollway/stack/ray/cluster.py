@@ -110,7 +110,7 @@ def _open(ray: Any, address: str | None) -> None:
 
 
 def has_local_cluster() -> bool:
-    """Whether a cluster runs where Ray's file says so. One that was killed leaves the file."""
+    """Return whether a cluster runs where Ray's file says so: a killed one leaves the file."""
     try:
         return _listens(_CURRENT_CLUSTER.read_text().strip())
     except OSError:
@@ -275,7 +275,7 @@ def find_head(stack: str, namespace: str | None = None) -> Any:
 
 
 def is_alive(actor: Any) -> bool:
-    """Whether an actor runs, for all that this process knows."""
+    """Return whether an actor runs, for all that this process knows."""
     import ray
 
     try:
@@ -301,6 +301,11 @@ async def outlast(call: Callable[[], Any], seconds: float = math.inf) -> Any:
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(_UNAVAILABLE_SECONDS)
+
+
+async def get_result(ref: Any) -> Any:
+    """Await the result of a call. asyncio takes coroutines, and a ref of Ray's is none."""
+    return await ref
 
 
 def create_group(name: str, bundles: Sequence[tuple[str, Mapping[str, float]]]) -> Any:
@@ -350,7 +355,7 @@ def wait_until_free(groups: Collection[str]) -> None:
 
 
 def _are_held(groups: Collection[str]) -> bool:
-    """Whether a node still reports resources of these groups, such as `GPU_group_0_<group>`."""
+    """Return whether a node still reports resources of these groups, as `GPU_group_0_<group>`."""
     from ray._private.state import available_resources_per_node
 
     names = (name for held in available_resources_per_node().values() for name in held)

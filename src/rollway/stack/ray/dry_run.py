@@ -134,11 +134,11 @@ def _place_workers(
     """Return the workers of each node, as the spec of its supervisor has them."""
     workers: dict[str, list[dict[str, Any]]] = {}
     for place in placement.replicas:
-        meeting: dict[str, Any] = {}
+        rendezvous: dict[str, Any] = {}
         if len(place.ranks) > 1:
             host = addresses[place.ranks[0].node]
             master, rpc, admin = (ports.reserve_port(0, host, "") for _ in range(3))
-            meeting = {"master": f"{host}:{master}", "rpc_port": rpc, "admin_port": admin}
+            rendezvous = {"master": f"{host}:{master}", "rpc_port": rpc, "admin_port": admin}
         for rank in place.ranks:
             worker = PlacedWorker(
                 model=place.model,
@@ -146,7 +146,7 @@ def _place_workers(
                 role=place.role,
                 node_rank=rank.node_rank,
                 nodes=len(place.ranks),
-                **meeting,
+                **rendezvous,
             )
             workers.setdefault(rank.node, []).append(worker.model_dump())
     return workers

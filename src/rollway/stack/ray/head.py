@@ -197,21 +197,15 @@ class Head:
 
     def _make_state(self) -> StackState:
         spec = self._spec
-        return StackState(
-            name=spec.name,
+        return StackState.from_spec(
+            spec,
             run_id=self._identity["run_id"],
             supervisor_pid=0,
             supervisor_start=0,
             run_dir="",
             log_dir="",
-            phase="stopping" if self._phase == "stopped" else self._phase,  # type: ignore[arg-type]
+            phase="stopping" if self._phase == "stopped" else self._phase,
             started_at=self._identity["since"],
-            models=[model.name for model in spec.models],
-            model_paths={model.name: model.path for model in spec.models},
-            checkpoint_roots=[str(root) for root in spec.checkpoint_roots],
-            timeouts=spec.timeouts.model_dump(),
-            restarts=spec.restart.enabled,
-            stop_seconds=spec.stop_seconds,
             ray_namespace=spec.ray.namespace,
             waiting=self._healing.waiting,
         )
@@ -256,7 +250,3 @@ class Head:
 
     async def unlock(self, name: str, token: str) -> None:
         self._ledger.unlock(name, token)
-
-
-async def _await(ref: Any) -> Any:
-    return await ref

@@ -142,7 +142,7 @@ class Healing:
         keeper = self.parts.record.keepers.get(node)
         if keeper is not None:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(_await(keeper.examine.remote()), 10.0)
+                await asyncio.wait_for(cluster.get_result(keeper.examine.remote()), 10.0)
                 return True
         try:
             attempt = asyncio.create_task(self.parts.create_keeper(node))
@@ -163,19 +163,19 @@ class Healing:
         import ray
 
         while True:
-            again = self.parts.renew(part)
+            renewed = self.parts.renew(part)
             try:
-                await self.parts.launch(again, after=[part.name])
+                await self.parts.launch(renewed, after=[part.name])
             except (RollwayError, ray.exceptions.RayError) as error:
-                self._events.note("restart failed", part=again.name, error=str(error)[:600])
+                self._events.note("restart failed", part=renewed.name, error=str(error)[:600])
                 if part.node not in {n.id for n in await asyncio.to_thread(cluster.read_nodes)}:
-                    self.watch(again)  # finds out that the node is lost
+                    self.watch(renewed)  # finds out that the node is lost
                     return
-                part = again
+                part = renewed
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._events.note("part restarted", part=again.name, cause=cause)
-            self.watch(again)
+            self._events.note("part restarted", part=renewed.name, cause=cause)
+            self.watch(renewed)
             return
 
     async def _place_again(self) -> None:
@@ -241,7 +241,7 @@ class Healing:
         """Return the states of all parts that answer."""
         keepers = dict(self.parts.record.keepers)
         answers = await asyncio.gather(
-            *(_await(keeper.read_states.remote()) for keeper in keepers.values()),
+            *(cluster.get_result(keeper.read_states.remote()) for keeper in keepers.values()),
             return_exceptions=True,
         )
         by_name = {part.name: part for part in self.parts.parts.values()}
@@ -253,7 +253,3 @@ class Healing:
         ]
         pairs = [(by_name[state.name], state) for state in states if state.name in by_name]
         return sorted(pairs, key=lambda pair: pair[0].number)
-
-
-async def _await(ref: Any) -> Any:
-    return await ref

@@ -228,7 +228,7 @@ class Keeper:
 
 
 def _show_gpus() -> None:
-    """Undo that Ray hides all GPUs from an actor that reserves none, as versions before 2.60 do:
+    """Make all GPUs visible again. Ray before 2.60 hides them from an actor that reserves none, but
     the engines are given theirs by name."""
     entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     name = b"CUDA_VISIBLE_DEVICES"

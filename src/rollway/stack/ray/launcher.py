@@ -96,7 +96,7 @@ def start(
             access = RayAccess(head, spec.name, spec.ray.namespace, witness)
             state = _wait_until_ready(access, progress)
         except BaseException:
-            _kill(witness)  # whatever has come into being, its owner is gone
+            _kill(witness)  # the Head, if there is one, then stops: its owner is gone
             if access is not None:
                 _stop(access, spec.stop_seconds, progress)
             raise
@@ -203,8 +203,8 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
 # --- find and stop -------------------------------------------------------------------------------
 
 
-def is_likely() -> bool:
-    """Whether this process may reach a Ray cluster without being told its address."""
+def may_reach_cluster() -> bool:
+    """Return whether this process may reach a Ray cluster without an address from the user."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return True
@@ -219,7 +219,7 @@ def resolve_name(name: str | None) -> str:
     try:
         return local.resolve_name(None)
     except StackNotRunning:
-        if not is_likely():
+        if not may_reach_cluster():
             raise
     return resolve_on_cluster()
 
@@ -242,7 +242,7 @@ def find(target: str, address: str | None = None) -> RayStack | None:
         head = cluster.find_head(name, namespace or None)
         if head is None:
             return None
-        # The namespace of the one that was found; None would match others later.
+        # With its own namespace: None would match stacks of other namespaces later.
         access = RayAccess(head, name, _find_namespace(name, namespace))
         try:
             state = access.read_state()

@@ -1,7 +1,7 @@
-"""Whether a node has what a stack needs there. Its Keeper looks, before any engine is started.
+"""Check that a node has what a stack needs there. Its Keeper does it before any engine is started.
 
-A task of Ray could look before the Keeper is created, but Ray starts processes for it, of a second
-of CPU time each, and gives none of them to the Keeper."""
+A task of Ray could check it before the Keeper is created, but Ray starts processes for it, of a
+second of CPU time each, and gives none of them to the Keeper."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 All ranks of a stack need the same CPUs and GPUs, so a node is one number. Nodes with the same
 number are the same to the search, which therefore works on a histogram: how many nodes have room
 for how many ranks. It places the largest replicas first, each on the node that it fills best, and
-goes back where that fails. Histograms that have failed are not tried again.
+backtracks where that fails. Histograms that have failed are not tried again.
 
 Packing is hard in general (bin packing), so the search has a budget. Within it the answer is exact:
 None means that no even split fits. Beyond it `SearchLimit` is raised, which does not happen for
@@ -193,7 +193,7 @@ class _Search:
                 yield _Choice(here, tuple((fitting[i], count) for i, count in counts))
 
     def _has_room_for_equals(self, level: int) -> bool:
-        """Whether the replicas of this shape would fit if there were no others."""
+        """Return whether the replicas of this shape would fit if there were no others."""
         shape, replicas = self._shapes[level], self._equal[level]
         if len(shape.splits) == 1:
             nodes, here = shape.splits[0]
@@ -213,23 +213,23 @@ def _list_counts(available: Sequence[int], total: int) -> Iterator[tuple[tuple[i
         rooms[i] = rooms[i + 1] + available[i]
     if rooms[0] < total:
         return
-    taken: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     position, missing = 0, total
     while True:
         while missing:
             count = min(available[position], missing)
             if count:
-                taken.append((position, count))
+                counts.append((position, count))
                 missing -= count
             position += 1
-        yield tuple(taken)
+        yield tuple(counts)
         # Step back to the last class that can give one to the classes after it.
-        while taken:
-            position, count = taken.pop()
+        while counts:
+            position, count = counts.pop()
             missing += count
             if missing - (count - 1) <= rooms[position + 1]:
                 if count > 1:
-                    taken.append((position, count - 1))
+                    counts.append((position, count - 1))
                 missing -= count - 1
                 position += 1
                 break

@@ -73,7 +73,7 @@ class Parts:
         self._calls: set[asyncio.Future[Any]] = set()
         self._next_part = 0
         self._next_keeper = 0
-        self._meetings: dict[ReplicaPlace, asyncio.Future[tuple[int, int, int]]] = {}
+        self._rendezvous: dict[ReplicaPlace, asyncio.Future[tuple[int, int, int]]] = {}
         self._is_spread = False
 
     # --- start -----------------------------------------------------------------------------------
@@ -166,7 +166,9 @@ class Parts:
     async def _learn_join(self, first: Part, start: asyncio.Future[None]) -> None:
         """Wait until the other parts can join; raise the error of the first part's start."""
         keeper = self.record.keepers[first.node]
-        join = asyncio.ensure_future(_await(keeper.wait_until_joinable.remote(first.name)))
+        join = asyncio.ensure_future(
+            cluster.get_result(keeper.wait_until_joinable.remote(first.name))
+        )
         await asyncio.wait({join, start}, return_when=asyncio.FIRST_COMPLETED)
         if not join.done():
             await start
@@ -227,7 +229,10 @@ class Parts:
         bundles = self._record_groups(replicas)
         nodes = {node for ranks in bundles.values() for node, _ in ranks}
         await asyncio.gather(
-            *(_await(self.record.keepers[n].add_groups.remote(self._list_groups(n))) for n in nodes)
+            *(
+                cluster.get_result(self.record.keepers[n].add_groups.remote(self._list_groups(n)))
+                for n in nodes
+            )
         )
         await self._read_gpus(replicas, await self._create_groups(bundles))
 
@@ -303,7 +308,7 @@ class Parts:
                 self._gpus[key] = await task.remote()
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Create something of Ray in a thread, which goes on if this run is cancelled."""
+        """Create something of Ray in a thread, which continues if this run is cancelled."""
         task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
@@ -357,21 +362,23 @@ class Parts:
                 gpus=self._gpus.get((group, rank.node_rank), []),
                 node_rank=rank.node_rank,
                 nodes=len(place.ranks),
-                **await self._choose_meeting(place),
+                **await self._choose_rendezvous(place),
             )
             placed.append(worker.model_dump(mode="json"))
         return placed
 
-    async def _choose_meeting(self, place: ReplicaPlace) -> dict[str, Any]:
-        """Return where the ranks of a replica meet; the same for all of them."""
+    async def _choose_rendezvous(self, place: ReplicaPlace) -> dict[str, Any]:
+        """Return the rendezvous of a replica's ranks; it is the same for all of them."""
         if len(place.ranks) == 1:
             return {}
-        if place not in self._meetings:
+        if place not in self._rendezvous:
             node = place.ranks[0].node
-            self._meetings[place] = asyncio.ensure_future(
-                _await(self.record.keepers[node].lease_ports.remote(self.addresses[node]))
+            self._rendezvous[place] = asyncio.ensure_future(
+                cluster.get_result(
+                    self.record.keepers[node].lease_ports.remote(self.addresses[node])
+                )
             )
-        master, rpc, admin = await self._meetings[place]
+        master, rpc, admin = await self._rendezvous[place]
         host = self.addresses[place.ranks[0].node]
         return {"master": f"{host}:{master}", "rpc_port": rpc, "admin_port": admin}
 
@@ -409,7 +416,3 @@ def _get_gpus() -> list[str]:
     import ray
 
     return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
-
-
-async def _await(ref: Any) -> Any:
-    return await ref

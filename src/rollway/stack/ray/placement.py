@@ -220,7 +220,7 @@ def _select_nodes(
 
 
 def has_labels(node: NodeInfo, selector: Mapping[str, str]) -> bool:
-    """Whether a node matches a selector: `value`, `!value`, `in(a, b)` or `!in(a, b)`."""
+    """Return whether a node matches a selector: `value`, `!value`, `in(a, b)` or `!in(a, b)`."""
     for key, condition in selector.items():
         is_negated = condition.startswith("!")
         text = condition.removeprefix("!")

@@ -10,9 +10,10 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollway.errors import UsageError
-from rollway.weights.threads import Team
 
 if TYPE_CHECKING:
     from rollway.weights.digest.gpu import DigestKernel
@@ -42,6 +42,7 @@ BLOCK = 1 << 17  # Words of eight bytes that make up one block of a digest: 1 Mi
 _WORTH_THREADS = 16 << 20
 _MAX_THREADS = 8
 _PIECE = 1 << 19  # Words that a thread sums at a time: 4 MiB
+Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 _compiling = threading.Lock()
 _kernels: Future[bool] | None = None
@@ -290,6 +291,55 @@ def map_in_threads(work: Callable[[Tensor], Result], tensors: Sequence[Tensor]) 
     is_small = sum(tensor.nbytes for tensor in tensors) < _WORTH_THREADS
     with Team(1 if is_small else _count_threads()) as team:
         return team.map(work, tensors)
+
+
+class Team:
+    """A number of threads, of which the caller's is one; each takes the next piece when it is free.
+
+    torch divides an operation evenly among its threads, and all of them wait for the last one. If
+    another process uses one of the cores, two of torch's threads take longer than one. Here the
+    free cores do the rest."""
+
+    def __init__(self, size: int) -> None:
+        self._helpers = size - 1
+        self._pool = ThreadPoolExecutor(size - 1) if size > 1 else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def map(self, work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:
+        """Call `work` for each piece; return the results in order.
+
+        `work` must release the GIL, as numpy does."""
+        if self._pool is None or len(pieces) < 2:
+            return [work(piece) for piece in pieces]
+        results: dict[int, Result] = {}
+        todo = iter(enumerate(pieces))
+        helpers = min(self._helpers, len(pieces) - 1)
+        running = [self._pool.submit(_work_off, work, todo, results) for _ in range(helpers)]
+        try:
+            _work_off(work, todo, results)
+        finally:
+            wait(running)  # also after an error: nobody uses the memory once this has returned
+        for helper in running:
+            helper.result()
+        return [results[number] for number in range(len(pieces))]
+
+
+def _work_off(
+    work: Callable[[Piece], Result],
+    todo: Iterator[tuple[int, Piece]],
+    results: dict[int, Result],
+) -> None:
+    # The iterator is written in C, so taking the next piece is one step under the GIL.
+    for number, piece in todo:
+        results[number] = work(piece)
 
 
 def _sum_blocks_on_cpu(tensor: Tensor) -> NDArray[np.int64]:

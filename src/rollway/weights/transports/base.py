@@ -171,7 +171,7 @@ class Reader(ABC):
         """Return the publisher's word sums by tensor name; empty where it made none."""
         return {}
 
-    def received(self, offer: Offer) -> str:
+    def get_digest(self, offer: Offer) -> str:
         """Return a digest of the bytes that arrived, where the publisher sends none: the ranks that
         received them must agree. Empty otherwise."""
         return ""

@@ -32,9 +32,8 @@ from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import DTYPES, digest, raw_bytes
 from rollway.weights.layout import is_kernel_layout
-from rollway.weights.pickles import read_pickle
 from rollway.weights.transports.base import NamedTensor
-from rollway.weights.untrusted import MAX_NAME, check_shape
+from rollway.weights.untrusted import MAX_NAME, check_shape, read_pickle
 
 MAX_STATE_DICTS = 1 << 16
 MAX_LIST_BYTES = 64 << 20

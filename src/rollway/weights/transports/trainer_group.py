@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollway.errors import WeightsError
-from rollway.weights.pickles import read_pickle
 from rollway.weights.transports.collective_group import Group
 from rollway.weights.transports.collective_rendezvous import (
     BrokenOff,
@@ -35,6 +34,7 @@ from rollway.weights.transports.collective_rendezvous import (
     Seconds,
     find_address_towards,
 )
+from rollway.weights.untrusted import read_pickle
 
 _PROBE_SECONDS = 3.0
 _POLL_SECONDS = 0.1

@@ -121,11 +121,11 @@ def test_the_file_of_a_killed_cluster_is_no_cluster(
     file = tmp_path / "ray_current_cluster"
     monkeypatch.setattr(cluster, "_CURRENT_CLUSTER", file)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert not launcher.is_likely()
+    assert not launcher.may_reach_cluster()
     with socket.create_server(("127.0.0.1", 0)) as server:
         file.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
-        assert launcher.is_likely()
-    assert not launcher.is_likely()
+        assert launcher.may_reach_cluster()
+    assert not launcher.may_reach_cluster()
     with pytest.raises(UsageError, match="no Ray cluster on this machine"), cluster.connect():
         pass
     assert connection.opened == []  # Ray would try for minutes

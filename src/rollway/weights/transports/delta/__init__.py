@@ -11,9 +11,8 @@ everything before it changes any tensor that it holds. Versions are stored in a 
 machines see, or in shared memory on one machine.
 """
 
-from rollway.weights.transports.delta.installing import StagedVersion
 from rollway.weights.transports.delta.publisher import DeltaPublisher
-from rollway.weights.transports.delta.reader import DeltaReader
+from rollway.weights.transports.delta.reader import DeltaReader, StagedVersion
 from rollway.weights.transports.delta.store import SharedMemory, Store
 from rollway.weights.transports.delta.versions import DeltaVersions, Entry, Manifest, Object, Step
 

@@ -287,6 +287,12 @@ def make_damage_error(message: str) -> WeightsError:
     return WeightsError(message, "It was damaged in transit, or is being written; read it again.")
 
 
+def needs_snapshot(message: str) -> WeightsError:
+    """Return an error of a version that cannot be reached by deltas."""
+    hint = "Start from a snapshot: hold no version, and apply the chain to the requested one."
+    return WeightsError(message, hint)
+
+
 def _check_header(header: Header, payload_bytes: int) -> None:
     """Raise unless the header's numbers are consistent with each other and with the payload."""
     is_whole = header.places == "whole"

@@ -22,13 +22,12 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.device_copies import allocate_pinned
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.offer import MAX_MANIFEST_BYTES, Count, Text
-from rollway.weights.transports.delta.format import MAX_OVERHEAD, Digest, Encoded, decode
-from rollway.weights.transports.delta.installing import (
-    StagedVersion,
-    State,
-    check_unchanged,
+from rollway.weights.transports.delta.format import (
+    MAX_OVERHEAD,
+    Digest,
+    Encoded,
+    decode,
     needs_snapshot,
-    patch,
 )
 from rollway.weights.transports.delta.packing import count_threads
 from rollway.weights.transports.delta.store import Blob, Store
@@ -239,50 +238,6 @@ class DeltaVersions:
             raise WeightsError(f"Nothing leads to version {wanted}.", "Publish a snapshot.")
         return min(chains, key=lambda steps: sum(step.object.size for step in steps))
 
-    def fetch(self, state: State, held: int | None, wanted: int) -> StagedVersion:
-        """Stage the shortest chain; if it is broken or was removed meanwhile, use a snapshot.
-
-        So a reader can read every version that the publisher keeps, whatever version it holds."""
-        steps = self.find_chain(held, wanted)
-        try:
-            return self.stage(state, steps)
-        except WeightsError:
-            if steps[0].kind == "snapshot":
-                raise
-            return self.stage(state, self.find_chain(None, wanted))
-
-    def stage(self, state: State, steps: Sequence[Step]) -> StagedVersion:
-        """Apply steps to copies of the tensors that change, and verify every tensor.
-
-        `state` is only read, so generation continues meanwhile. It is empty for a snapshot."""
-        staged = StagedVersion(state)
-        for encoded in self._read(state, steps):
-            staged.apply(encoded)
-        if steps:
-            staged.finish(steps[-1].manifest)
-        return staged
-
-    def patch(self, state: State, steps: Sequence[Step]) -> None:
-        """Apply deltas to the tensors of `state` in place, and verify every tensor.
-
-        If anything is wrong, the tensors are as they were before."""
-        undo: list[Callable[[], object]] = []
-        changed: set[str] = set()
-
-        def apply_one(encoded: Encoded) -> None:
-            undo.append(patch(encoded, state[encoded.header.name]))
-            changed.add(encoded.header.name)
-
-        try:
-            for _ in self.map_changes(state, steps, apply_one):
-                pass
-            if steps:
-                check_unchanged(state, steps[-1].manifest, changed)
-        except BaseException:
-            for undo_step in reversed(undo):
-                undo_step()
-            raise
-
     def map_changes(
         self, names: Mapping[str, object], steps: Sequence[Step], work: Callable[[Encoded], Result]
     ) -> Iterator[list[Result]]:
@@ -317,10 +272,10 @@ class DeltaVersions:
                     changes.append(_check_announced(encoded, name, step))
                 yield run, changes
 
-    def _read(self, state: State, steps: Sequence[Step]) -> Iterator[Encoded]:
+    def list_changes(self, names: Mapping[str, object], steps: Sequence[Step]) -> Iterator[Encoded]:
         """Yield the changes of all steps, in order."""
         for step in steps:
-            with self._open(state, step, steps[-1]) as blob:
+            with self._open(names, step, steps[-1]) as blob:
                 for name in step.list_tensors():
                     yield _read_change(blob, name, step)
 

@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from rollway.weights.digest.checksums import raw_bytes, word_sum, word_sums
-from rollway.weights.threads import Team
+from rollway.weights.digest.checksums import Team, raw_bytes, word_sum, word_sums
 
 LARGE = 3_000_001  # bfloat16: 6 MB, which are neither whole pieces nor whole words
 
