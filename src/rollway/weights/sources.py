@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rollway.errors import UsageError
@@ -20,6 +21,7 @@ from rollway.weights.digest.checksums import dtype_name
 from rollway.weights.layout import Box, Piece, Shape, Shard, publishes
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_PIPELINE = "pp"  # The dimension of pipeline stages in the meshes of torch, torchtitan and NeMo-RL
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,34 @@ def _describe_dtensor(name: str, tensor: DTensor) -> HeldTensor | None:
             f"but has {list(local.shape)}.",
             "Publish from parameters whose placements describe their local tensors.",
         )
-    index, count = 0, 1  # this rank among those with the same part: the replicating dimensions
+    # This rank among those with the same part: other meshes like this one, and the dimensions of
+    # this one that replicate.
+    index, count = _find_sibling(mesh)
     for size, at, placement in zip(sizes, coordinate, placements, strict=True):
         if placement.is_replicate():
             index, count = index * size + at, count * size
     return _describe(name, shape, box, local, publishes(name, index, count))
+
+
+def _find_sibling(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return the number of this mesh among those like it in its root mesh, and how many there are.
+
+    With FSDP over tensor parallelism, norms are not part of the tensor parallel plan: they are
+    sharded over a mesh of one dimension, and every tensor parallel rank has such a mesh with the
+    same norms. Pipeline stages have different parameters, so they are not counted."""
+    root = mesh._get_root_mesh()
+    ranks, own = root.mesh, root.get_coordinate()
+    if own is None or ranks.numel() == mesh.mesh.numel():
+        return 0, 1
+    places = torch.isin(ranks, mesh.mesh).nonzero()
+    names = root.mesh_dim_names or ("",) * ranks.ndim
+    index, count = 0, 1
+    for dim, name in enumerate(names):
+        is_within = len(set(places[:, dim].tolist())) > 1
+        if not is_within and name != _PIPELINE:
+            size = ranks.shape[dim]
+            index, count = index * size + own[dim], count * size
+    return index, count
 
 
 def _describe(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> HeldTensor:

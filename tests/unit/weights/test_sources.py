@@ -159,6 +159,41 @@ def test_fsdp_over_tensor_parallel_is_read_as_blocks() -> None:
         assert torch.equal(joined, truth[name])
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize("is_flattened", [False, True])
+def test_norms_outside_a_tensor_parallel_plan_are_published_once(
+    sizes: tuple[int, int], is_flattened: bool
+) -> None:
+    """FSDP shards them over its own dimension, on every tensor parallel rank alike."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        names = ("dp", "cp", "tp")
+        mesh = init_device_mesh("cpu", (sizes[0], 1, sizes[1]), mesh_dim_names=names)
+        data = mesh["dp", "cp"]._flatten("dp_cp") if is_flattened else mesh["dp"]
+        for part, axis in ((model.up, 0), (model.down, 1)):
+            own = distribute_tensor(part.weight, mesh["tp"], [Shard(axis)], src_data_rank=None)
+            part.weight = nn.Parameter(own)
+        return fully_shard(model, mesh=data)
+
+    _check_whole(_held_by_all(sizes[0] * sizes[1], shard))
+
+
+def test_stages_of_a_pipeline_publish_all_that_they_have() -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        stage = mesh.get_local_rank("pp")
+        for name in ("up", "norm") if stage else ("down", "saved", "cache"):
+            delattr(model, name)
+        return fully_shard(model, mesh=mesh["dp"])
+
+    everyone = _held_by_all(4, shard)
+    parameters = [[held for held in rank if held.shard.name != "saved"] for rank in everyone]
+    claimed = [held.shard for rank in parameters for held in rank if held.owned_here]
+    for name, truth in Tiny().named_parameters():
+        boxes = [shard.box for shard in claimed if shard.name == name]
+        check_covered(name, tuple(truth.shape), boxes)
+
+
 @given(
     shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
