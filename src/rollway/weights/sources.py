@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from rollway.errors import UsageError
 from rollway.weights.digest.checksums import dtype_name
+from rollway.weights.fused_experts import Fused, find_fused, split_experts
 from rollway.weights.layout import Box, Piece, Shape, Shard, publishes
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -57,16 +58,18 @@ def from_module(
         offer = weights.publish(step, rollway.from_module(model))
     """
     index, count = replica or _get_rank_and_world()
-    held = []
+    held: list[HeldTensor] = []
+    fused = find_fused(module)
     for name, tensor in _list_tensors(module):
         if isinstance(tensor, DTensor):
             local = _describe_dtensor(name, tensor)
-            held += [local] if local else []
+            held += _name_as_checkpoint(local, fused) if local else []
         else:
             _check_plain(name, tensor)
             shape = tuple(tensor.shape)
             owned = publishes(name, index, count)
-            held.append(_describe(name, shape, Box.whole(shape), tensor.detach(), owned))
+            whole = _describe(name, shape, Box.whole(shape), tensor.detach(), owned)
+            held += _name_as_checkpoint(whole, fused)
     return held
 
 
@@ -140,6 +143,16 @@ def _describe_dtensor(name: str, tensor: DTensor) -> HeldTensor | None:
         if placement.is_replicate():
             index, count = index * size + at, count * size
     return _describe(name, shape, box, local, publishes(name, index, count))
+
+
+def _name_as_checkpoint(held: HeldTensor, fused: list[Fused]) -> list[HeldTensor]:
+    """Return a tensor of all experts as views of each expert's, and any other as it is."""
+    shard = held.shard
+    parts = [
+        _describe(part.name, part.shape, part.box, held.tensor[part.within], held.owned_here)
+        for part in split_experts(shard.name, shard.shape, shard.box, fused)
+    ]
+    return parts or [held]
 
 
 def _find_sibling(mesh: DeviceMesh) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollway.errors import UsageError
+from rollway.weights.fused_experts import find_fused, split_experts
 from rollway.weights.layout import Box, check_covered
 from rollway.weights.sources import HeldTensor, dtensor_box, from_module
 
@@ -223,6 +226,55 @@ def test_shards_of_several_blocks_are_refused() -> None:
     )
     with pytest.raises(UsageError, match="not done yet"):
         dtensor_box((12, 2), (2,), (0,), [Partial()])
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_experts_have_the_names_of_their_checkpoint(axis: int, world: int) -> None:
+    """transformers 5 keeps those of a layer in one parameter; ranks may cut it along any axis."""
+    config = Qwen3MoeConfig(
+        vocab_size=8, hidden_size=12, moe_intermediate_size=6, num_hidden_layers=1, num_experts=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=6,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    experts = model.model.layers[0].mlp.experts
+    gates, ups = experts.gate_up_proj.detach().chunk(2, dim=1)
+    truth = {"gate_proj": gates, "up_proj": ups, "down_proj": experts.down_proj.detach()}
+    joined = {name: torch.full_like(tensor, -1.0) for name, tensor in truth.items()}
+    boxes: dict[str, list[Box]] = {}
+    for rank in range(world):
+        with _rank(rank, world):
+            mesh, copy = init_device_mesh("cpu", (world,)), deepcopy(model)
+            inner = copy.model.layers[0].mlp.experts
+            for name, parameter in list(inner.named_parameters()):
+                own = distribute_tensor(parameter, mesh, [Shard(axis)], src_data_rank=None)
+                inner.register_parameter(name, nn.Parameter(own))
+            for held in from_module(copy):
+                prefix, _, rest = held.shard.name.partition(".experts.")
+                if not rest:
+                    continue
+                number, kind, _ = rest.split(".")
+                assert prefix == "model.layers.0.mlp"
+                boxes.setdefault(held.shard.name, []).append(held.shard.box)
+                joined[kind][int(number)][held.shard.box.slices] = held.tensor
+                storage = held.tensor.untyped_storage().data_ptr()
+                assert storage in {
+                    p.to_local().untyped_storage().data_ptr() for p in inner.parameters()
+                }
+    assert len(boxes) == 4 * 3
+    for name, own in boxes.items():
+        check_covered(name, (12, 6) if "down_proj" in name else (6, 12), own)
+    assert all(torch.equal(joined[name], truth[name]) for name in truth)
+
+
+def test_only_experts_that_transformers_joined_are_split() -> None:
+    fused = find_fused(Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=0, vocab_size=8)))
+    assert {each.suffix for each in fused} == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert find_fused(Tiny()) == []
+    assert list(split_experts("model.norm.weight", (4,), Box.whole((4,)), fused)) == []
+    name, shape = "model.layers.0.mlp.gate_up_proj", (4, 6, 2)
+    assert list(split_experts(name, shape, Box.whole(shape), fused)) == []
 
 
 def test_a_subclass_whose_memory_is_unknown_is_refused() -> None:
