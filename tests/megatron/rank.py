@@ -34,7 +34,7 @@ def main(job: Path, rank: int) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{job}/store", rank=rank, world_size=asked["world"]
     )
-    _without_cuda()
+    without_cuda()
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -44,8 +44,8 @@ def main(job: Path, rank: int) -> None:
         expert_tensor_parallel_size=asked["etp"],
     )
     config = json.loads((job / "config.json").read_text())
-    model = _Wrapper(_Wrapper(_build(asked, config)))  # as DDP and Float16Module do
-    geometry = _geometry(model, config)
+    model = Wrapper(Wrapper(build_model(asked, config)))  # as DDP and Float16Module do
+    geometry = read_geometry(model, config)
     layout, tensors = read_rank(model, NameMap(config["model_type"], geometry))
     whole = _exchange(job, rank, asked["world"], MegatronModel(geometry, {rank: layout}))
     made = rank_from_hf(load_file(job / "model.safetensors"), whole, rank)
@@ -58,7 +58,9 @@ def main(job: Path, rank: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-class _Wrapper(nn.Module):
+class Wrapper(nn.Module):
+    """What DDP and Float16Module do to the names of a model."""
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -67,7 +69,8 @@ class _Wrapper(nn.Module):
         return self.module(*args)
 
 
-def _without_cuda() -> None:
+def without_cuda() -> None:
+    """Replace what megatron-core wants from CUDA."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
@@ -126,7 +129,8 @@ class TERowParallelGroupedLinear(_GroupedLinear):
     column = False
 
 
-def _build(asked: dict[str, Any], hf: dict[str, Any]) -> nn.Module:
+def build_model(asked: dict[str, Any], hf: dict[str, Any]) -> nn.Module:
+    """Build this rank's part of a model with the shapes of a Hugging Face config."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -211,7 +215,7 @@ def _use_grouped_experts(spec: Any) -> None:
     spec.submodules.mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=layers)
 
 
-def _geometry(model: Any, hf: dict[str, Any]) -> ModelGeometry:
+def read_geometry(model: Any, hf: dict[str, Any]) -> ModelGeometry:
     """From Megatron's config; the checkpoint's must say the same."""
     inner = model.module.module
     geometry = ModelGeometry.from_megatron_config(

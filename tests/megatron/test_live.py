@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -28,14 +27,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rollway.stack.preset import cache_dir
 from rollway.weights import sidecar
 from rollway.weights.layout import Role
 from rollway.weights.megatron.tensors import to_hf
 from tests.megatron import rank as rank_script
+from tests.megatron.package import SECONDS, install_megatron
 
-MEGATRON = "0.16.1"
-SECONDS = 600.0
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -78,23 +75,7 @@ def _model(kind: str) -> torch.nn.Module:
 
 @pytest.fixture(scope="session")
 def megatron() -> Path:
-    """megatron-core, installed apart from everything; torch is the one of these tests."""
-    directory = cache_dir() / f"megatron-core-{MEGATRON}"
-    if directory.is_dir():
-        return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="megatron-", dir=directory.parent) as scratch:
-        making = Path(scratch, "made")
-        command = [
-            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-cache-dir"),
-            *("--only-binary", ":all:", "--target", str(making), f"megatron-core=={MEGATRON}"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-        if done.returncode:
-            pytest.skip(f"megatron-core cannot be installed here: {done.stderr.strip()[-500:]}")
-        if not directory.is_dir():  # another run may have been faster
-            making.rename(directory)
-    return directory
+    return install_megatron()
 
 
 def _run(job: Path, world: int, megatron: Path) -> None:

@@ -57,6 +57,8 @@ class Rank(ShardPublishing):
         )
         self.rank, self._base, self._config = rank, base, config
         self.checkpoint_engine: Any = None
+        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._reference: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         self.reset()
 
     def reset(self) -> None:
@@ -65,6 +67,9 @@ class Rank(ShardPublishing):
         self.model = Scoring(inner.eval())
         mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         fully_shard(self.model, mesh=mesh)
+        self._start_optimizer()
+
+    def _start_optimizer(self) -> None:
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=self._config.lr)
         schedule = GrpoTrainer._lr_factor
         factor = lambda step: schedule(SimpleNamespace(config=self._config), step)  # noqa: E731
@@ -81,10 +86,31 @@ class Rank(ShardPublishing):
         advantages = torch.tensor(batch.advantages, dtype=torch.float32)
         self._optimizer.zero_grad()
         compute_clipped_loss(new, old, advantages, mask, self._config.clip).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+        self._clip_gradients()
         self._optimizer.step()
         self._schedule.step()
         return mismatch
+
+    def _clip_gradients(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+
+    def keep(self, version: int) -> None:
+        """Keep the weights as those of a version, and those of the version before, for `compare`:
+        rollouts of an asynchronous loop may be one version old."""
+        weights = {name: tensor.clone() for name, tensor in self._gather()}
+        newest = sorted(self._kept)[-1:]
+        self._kept = {**{before: self._kept[before] for before in newest}, version: weights}
+
+    def compare(self, batch: RolloutBatch, version: int) -> tuple[float, float]:
+        """Compare the engines' log-probs with those of a version's weights; return the mismatch KL,
+        and the largest difference at one token."""
+        self._reference.load_state_dict(self._kept[version])
+        with torch.no_grad():
+            own = token_logprobs(self._reference, batch.prompt_ids, batch.completion_ids)
+        assert batch.engine_logprobs is not None
+        theirs, mask = pad_rows(batch.engine_logprobs), completion_mask(batch.completion_ids)
+        difference = ((own - theirs) * mask).abs().max()
+        return mismatch_kl(own, theirs, mask).item(), difference.item()
 
     def checkpoint_engine_rpc(self, checkpoint_method: str, method_kwargs: dict[str, Any]) -> Any:
         """Answer as NeMo-RL's policy workers do."""
@@ -112,8 +138,8 @@ class Rank(ShardPublishing):
                 yield name.removeprefix("module."), parameter.full_tensor()
 
 
-def _run_rank(pipe: Connection, rank: int, *arguments: Any) -> None:
-    worker = Rank(rank, *arguments)
+def _run_rank(pipe: Connection, rank_class: type[Rank], *arguments: Any) -> None:
+    worker = rank_class(*arguments)
     while True:
         try:
             name, fields = pipe.recv()
@@ -122,13 +148,15 @@ def _run_rank(pipe: Connection, rank: int, *arguments: Any) -> None:
         try:
             pipe.send((getattr(worker, name)(**fields), None))
         except Exception as error:  # noqa: BLE001 (the test raises it)
-            pipe.send((None, f"rank {rank}: {type(error).__name__}: {error}"))
+            pipe.send((None, f"rank {worker.rank}: {type(error).__name__}: {error}"))
 
 
 class WorkerGroup:
     """NeMo-RL's worker group, over processes instead of Ray's actors."""
 
-    def __init__(self, base: Path, ranks: int, config: GrpoConfig) -> None:
+    def __init__(
+        self, base: Path, ranks: int, config: GrpoConfig, rank_class: type[Rank] = Rank
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -137,7 +165,7 @@ class WorkerGroup:
         self._pipes: list[Connection] = []
         for rank in range(ranks):
             mine, theirs = context.Pipe()
-            arguments = theirs, rank, ranks, port, base, config
+            arguments = theirs, rank_class, rank, ranks, port, base, config
             process = context.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -167,9 +195,9 @@ def get(pipes: list[Connection]) -> list[Any]:
 class Policy:
     """The driver's side."""
 
-    def __init__(self, base: Path, ranks: int = 2) -> None:
+    def __init__(self, base: Path, ranks: int = 2, rank_class: type[Rank] = Rank) -> None:
         self.config = GrpoConfig(lr_warmup_steps=5)
-        self.worker_group = WorkerGroup(base, ranks, self.config)
+        self.worker_group = WorkerGroup(base, ranks, self.config, rank_class)
 
     def call(self, method: str, **fields: Any) -> list[Any]:
         return get(self.worker_group.run_all_workers_single_data(method, **fields))

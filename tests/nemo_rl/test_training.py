@@ -11,98 +11,25 @@ import asyncio
 import os
 import random
 import signal
-from collections import UserDict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from rollway.demo.grpo import RolloutBatch, group_advantages
-from rollway.demo.task import CountingTask, Prompt
+from rollway.demo.task import CountingTask
 from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.synchronizer import Synchronizer
+from tests.megatron.package import install_megatron
+from tests.nemo_rl.megatron_policy import MegatronRank
 from tests.nemo_rl.policy import Policy, get
-from tests.stack.stacks import VLLM_ARGS
+from tests.nemo_rl.rollouts import GROUP_SIZE, GROUPS, Outcome, check, collect
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 
-GROUPS, GROUP_SIZE, STEPS = 10, 8, 12
-
-
-class Batch(UserDict[str, Any]):
-    """Stands in for NeMo-RL's BatchedDataDict."""
-
-
-@dataclass
-class Outcome:
-    rewards: list[float] = field(default_factory=list)
-    mismatches: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def first(self) -> float:
-        return sum(self.rewards[:2]) / 2
-
-    @property
-    def last(self) -> float:
-        return sum(self.rewards[-2:]) / 2
-
-
-@pytest.fixture(scope="module")
-def generation(base_model: Path, session_home: Path) -> Iterator[Generation]:
-    model = {"args": {**VLLM_ARGS, "max-num-seqs": 32}}
-    config = {
-        "backend": "dynamo",
-        "model_name": str(base_model),
-        "dynamo_cfg": {"stack": {"models": [model]}, "workers": 3, "control_timeout_s": 60},
-        "vllm_cfg": {"max_model_len": 512, "precision": "fp32"},
-        "max_new_tokens": 12, "temperature": 1.0, "top_p": 1.0, "top_k": None,
-        "stop_token_ids": None, "stop_strings": None, "_pad_token_id": 0,
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLWAY_HOME", str(session_home))
-        opened = Generation(None, config)
-    yield opened
-    opened.shutdown()
-
-
-@pytest.fixture(scope="module")
-def policy(base_model: Path) -> Iterator[Policy]:
-    opened = Policy(base_model)
-    yield opened
-    opened.worker_group.close()
-
-
-@pytest.fixture(scope="module")
-def task(base_model: Path) -> CountingTask:
-    return CountingTask(AutoTokenizer.from_pretrained(base_model))
-
-
-async def collect(
-    generation: Generation, prompts: list[Prompt]
-) -> list[tuple[list[int], list[float], tuple[int, int]]]:
-    """Sample as NeMo-RL's rollouts do: one `generate_async` of one prompt for each sample."""
-
-    async def sample(prompt: Prompt) -> tuple[list[int], list[float], tuple[int, int]]:
-        ids = torch.tensor([prompt.token_ids])
-        data = Batch({"input_ids": ids, "input_lengths": torch.tensor([ids.shape[1]])})
-        async for _, output in generation.generate_async(data):
-            start, end = ids.shape[1], int(output["unpadded_sequence_lengths"][0])
-            assert output["output_ids"][0, :start].tolist() == prompt.token_ids
-            assert not output["logprobs"][0, :start].any()
-            return (
-                output["output_ids"][0, start:end].tolist(),
-                output["logprobs"][0, start:end].tolist(),
-                tuple(output["weight_versions"][0].tolist()),
-            )
-        raise AssertionError("nothing was generated")
-
-    return await asyncio.gather(*(sample(prompt) for prompt in prompts))
+STEPS = 12
 
 
 def train(
@@ -143,13 +70,6 @@ def train(
     return outcome
 
 
-def check(outcome: Outcome) -> None:
-    """The engines sampled from the trainer's weights at every step, and the policy learnt."""
-    assert max(outcome.mismatches) < 1e-3
-    assert outcome.last > 2 * outcome.first
-    assert all(oldest == newest for oldest, newest in outcome.versions)  # no mixed sample
-
-
 @pytest.mark.parametrize(
     "sync",
     [
@@ -170,6 +90,23 @@ def test_it_learns(
         check(train(generation, policy, synchronizer, task))
     finally:
         synchronizer.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["shm", "nixl"])
+def test_it_trains_from_megatron_ranks(
+    method: str, generation: Generation, base_model: Path, task: CountingTask
+) -> None:
+    """Two tensor-parallel ranks of megatron-core publish their own shards."""
+    install_megatron()
+    policy = Policy(base_model, rank_class=MegatronRank)
+    sync = WeightSync(method=method, shards=True)
+    synchronizer = Synchronizer(policy, generation, sync, get=get)
+    try:
+        check(train(generation, policy, synchronizer, task))
+    finally:
+        synchronizer.shutdown()
+        policy.worker_group.close()
 
 
 @pytest.mark.slow

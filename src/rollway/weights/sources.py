@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rollway.errors import UsageError
 from rollway.weights.digest.checksums import dtype_name
+from rollway.weights.fused_experts import Fused, find_fused, split_experts
 from rollway.weights.layout import Box, Piece, Shape, Shard, publishes
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_PIPELINE = "pp"  # The dimension of pipeline stages in the meshes of torch, torchtitan and NeMo-RL
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,18 @@ def from_module(
         offer = weights.publish(step, rollway.from_module(model))
     """
     index, count = replica or _get_rank_and_world()
-    held = []
+    held: list[HeldTensor] = []
+    fused = find_fused(module)
     for name, tensor in _list_tensors(module):
         if isinstance(tensor, DTensor):
             local = _describe_dtensor(name, tensor)
-            held += [local] if local else []
+            held += _name_as_checkpoint(local, fused) if local else []
         else:
             _check_plain(name, tensor)
             shape = tuple(tensor.shape)
             owned = publishes(name, index, count)
-            held.append(_describe(name, shape, Box.whole(shape), tensor.detach(), owned))
+            whole = _describe(name, shape, Box.whole(shape), tensor.detach(), owned)
+            held += _name_as_checkpoint(whole, fused)
     return held
 
 
@@ -131,11 +136,44 @@ def _describe_dtensor(name: str, tensor: DTensor) -> HeldTensor | None:
             f"but has {list(local.shape)}.",
             "Publish from parameters whose placements describe their local tensors.",
         )
-    index, count = 0, 1  # this rank among those with the same part: the replicating dimensions
+    # This rank among those with the same part: other meshes like this one, and the dimensions of
+    # this one that replicate.
+    index, count = _find_sibling(mesh)
     for size, at, placement in zip(sizes, coordinate, placements, strict=True):
         if placement.is_replicate():
             index, count = index * size + at, count * size
     return _describe(name, shape, box, local, publishes(name, index, count))
+
+
+def _name_as_checkpoint(held: HeldTensor, fused: list[Fused]) -> list[HeldTensor]:
+    """Return a tensor of all experts as views of each expert's, and any other as it is."""
+    shard = held.shard
+    parts = [
+        _describe(part.name, part.shape, part.box, held.tensor[part.within], held.owned_here)
+        for part in split_experts(shard.name, shard.shape, shard.box, fused)
+    ]
+    return parts or [held]
+
+
+def _find_sibling(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return the number of this mesh among those like it in its root mesh, and how many there are.
+
+    With FSDP over tensor parallelism, norms are not part of the tensor parallel plan: they are
+    sharded over a mesh of one dimension, and every tensor parallel rank has such a mesh with the
+    same norms. Pipeline stages have different parameters, so they are not counted."""
+    root = mesh._get_root_mesh()
+    ranks, own = root.mesh, root.get_coordinate()
+    if own is None or ranks.numel() == mesh.mesh.numel():
+        return 0, 1
+    places = torch.isin(ranks, mesh.mesh).nonzero()
+    names = root.mesh_dim_names or ("",) * ranks.ndim
+    index, count = 0, 1
+    for dim, name in enumerate(names):
+        is_within = len(set(places[:, dim].tolist())) > 1
+        if not is_within and name != _PIPELINE:
+            size = ranks.shape[dim]
+            index, count = index * size + own[dim], count * size
+    return index, count
 
 
 def _describe(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> HeldTensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollway.errors import UsageError
+from rollway.weights.fused_experts import find_fused, split_experts
 from rollway.weights.layout import Box, check_covered
 from rollway.weights.sources import HeldTensor, dtensor_box, from_module
 
@@ -159,6 +162,41 @@ def test_fsdp_over_tensor_parallel_is_read_as_blocks() -> None:
         assert torch.equal(joined, truth[name])
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize("is_flattened", [False, True])
+def test_norms_outside_a_tensor_parallel_plan_are_published_once(
+    sizes: tuple[int, int], is_flattened: bool
+) -> None:
+    """FSDP shards them over its own dimension, on every tensor parallel rank alike."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        names = ("dp", "cp", "tp")
+        mesh = init_device_mesh("cpu", (sizes[0], 1, sizes[1]), mesh_dim_names=names)
+        data = mesh["dp", "cp"]._flatten("dp_cp") if is_flattened else mesh["dp"]
+        for part, axis in ((model.up, 0), (model.down, 1)):
+            own = distribute_tensor(part.weight, mesh["tp"], [Shard(axis)], src_data_rank=None)
+            part.weight = nn.Parameter(own)
+        return fully_shard(model, mesh=data)
+
+    _check_whole(_held_by_all(sizes[0] * sizes[1], shard))
+
+
+def test_stages_of_a_pipeline_publish_all_that_they_have() -> None:
+    def shard(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        stage = mesh.get_local_rank("pp")
+        for name in ("up", "norm") if stage else ("down", "saved", "cache"):
+            delattr(model, name)
+        return fully_shard(model, mesh=mesh["dp"])
+
+    everyone = _held_by_all(4, shard)
+    parameters = [[held for held in rank if held.shard.name != "saved"] for rank in everyone]
+    claimed = [held.shard for rank in parameters for held in rank if held.owned_here]
+    for name, truth in Tiny().named_parameters():
+        boxes = [shard.box for shard in claimed if shard.name == name]
+        check_covered(name, tuple(truth.shape), boxes)
+
+
 @given(
     shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
@@ -188,6 +226,55 @@ def test_shards_of_several_blocks_are_refused() -> None:
     )
     with pytest.raises(UsageError, match="not done yet"):
         dtensor_box((12, 2), (2,), (0,), [Partial()])
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_experts_have_the_names_of_their_checkpoint(axis: int, world: int) -> None:
+    """transformers 5 keeps those of a layer in one parameter; ranks may cut it along any axis."""
+    config = Qwen3MoeConfig(
+        vocab_size=8, hidden_size=12, moe_intermediate_size=6, num_hidden_layers=1, num_experts=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=6,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    experts = model.model.layers[0].mlp.experts
+    gates, ups = experts.gate_up_proj.detach().chunk(2, dim=1)
+    truth = {"gate_proj": gates, "up_proj": ups, "down_proj": experts.down_proj.detach()}
+    joined = {name: torch.full_like(tensor, -1.0) for name, tensor in truth.items()}
+    boxes: dict[str, list[Box]] = {}
+    for rank in range(world):
+        with _rank(rank, world):
+            mesh, copy = init_device_mesh("cpu", (world,)), deepcopy(model)
+            inner = copy.model.layers[0].mlp.experts
+            for name, parameter in list(inner.named_parameters()):
+                own = distribute_tensor(parameter, mesh, [Shard(axis)], src_data_rank=None)
+                inner.register_parameter(name, nn.Parameter(own))
+            for held in from_module(copy):
+                prefix, _, rest = held.shard.name.partition(".experts.")
+                if not rest:
+                    continue
+                number, kind, _ = rest.split(".")
+                assert prefix == "model.layers.0.mlp"
+                boxes.setdefault(held.shard.name, []).append(held.shard.box)
+                joined[kind][int(number)][held.shard.box.slices] = held.tensor
+                storage = held.tensor.untyped_storage().data_ptr()
+                assert storage in {
+                    p.to_local().untyped_storage().data_ptr() for p in inner.parameters()
+                }
+    assert len(boxes) == 4 * 3
+    for name, own in boxes.items():
+        check_covered(name, (12, 6) if "down_proj" in name else (6, 12), own)
+    assert all(torch.equal(joined[name], truth[name]) for name in truth)
+
+
+def test_only_experts_that_transformers_joined_are_split() -> None:
+    fused = find_fused(Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=0, vocab_size=8)))
+    assert {each.suffix for each in fused} == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert find_fused(Tiny()) == []
+    assert list(split_experts("model.norm.weight", (4,), Box.whole((4,)), fused)) == []
+    name, shape = "model.layers.0.mlp.gate_up_proj", (4, 6, 2)
+    assert list(split_experts(name, shape, Box.whole(shape), fused)) == []
 
 
 def test_a_subclass_whose_memory_is_unknown_is_refused() -> None:

@@ -1,0 +1,193 @@
+"""From the shards of a trainer's ranks to every parameter of every engine rank, byte by byte.
+
+Real vLLM models without an engine stage what the ranks published, and swap. The truth is what
+vLLM's own loader makes of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, debug, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+from rollway.engine import in_place
+from rollway.engine.incoming import Incoming
+from rollway.engine.memory import HostBuffers
+from rollway.engine.shadow import ParameterArena
+from rollway.engine.staging import Staging
+from rollway.orders import SECRET
+from rollway.weights.megatron.geometry import Topology
+from rollway.weights.offer import Offer
+from rollway.weights.sources import HeldTensor, from_module
+from rollway.weights.transports.base import Reader
+from rollway.weights.transports.nixl import NixlPublisher, NixlReader
+from rollway.weights.transports.nixl.catalog_http import CatalogServer
+from rollway.weights.transports.shm import ShmPublisher, ShmReader, join_offers
+from tests.unit.engine.staging import parameters_of, stage
+from tests.unit.engine.vllm_models import Tensors, create_model, create_worker, use_ranks
+from tests.unit.weights.megatron_shards import held_by_ranks
+from tests.unit.weights.nixl_pieces import nixl
+from tests.unit.weights.nixl_source import WORD
+
+DATA = Path(__file__).parents[2] / "data" / "megatron"
+"""Golden checkpoints, whose Megatron shards are known to the byte (`test_megatron_golden.py`)."""
+MESHES = {"dtensor-2x1": (2, 1), "dtensor-2x2": (2, 2)}
+MEGATRON = {
+    "megatron-tp2": Topology(tp=2),
+    "megatron-pp2": Topology(pp=2),
+    "megatron-ep2": Topology(ep=2),
+}
+SOURCES = [(k, s) for k in ("dense", "moe") for s in (*MESHES, *MEGATRON)]
+SOURCES.remove(("dense", "megatron-ep2"))  # it has no experts
+_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_COLUMNS = ("o_proj", "down_proj")
+
+Ranks = list[list[HeldTensor]]
+
+
+@contextmanager
+def _use_fake_rank(rank: int, world: int) -> Iterator[None]:
+    """Be one rank of a group that sends nothing: sharding needs nothing sent."""
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+        # torch remembers results by meshes that look alike, and with them the rank before.
+        debug._clear_sharding_prop_cache()
+        debug._clear_fast_path_sharding_prop_cache()
+
+
+def _shard(model: nn.Module, sizes: tuple[int, int]) -> None:
+    """Apply tensor parallelism, and FSDP2 over it, as NeMo-RL's DTensor workers do."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    for name, module in model.named_modules() if sizes[1] > 1 else ():
+        kind = name.rpartition(".")[2]
+        if kind in (*_ROWS, *_COLUMNS):
+            axis = 0 if kind in _ROWS else 1
+            own = distribute_tensor(module.weight, mesh["tp"], [Shard(axis)], src_data_rank=None)
+            module.register_parameter("weight", nn.Parameter(own))
+    for layer in model.get_submodule("model.layers"):
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+
+
+@pytest.fixture(scope="module")
+def dtensors() -> dict[tuple[str, str], Ranks]:
+    """What the ranks of FSDP2 trainers hold."""
+    shards: dict[tuple[str, str], Ranks] = {}
+    for kind in ("dense", "moe"):
+        for name, sizes in MESHES.items():
+            world = sizes[0] * sizes[1]
+            for rank in range(world):
+                with _use_fake_rank(rank, world):
+                    model = AutoModelForCausalLM.from_pretrained(DATA / f"hf_{kind}")
+                    _shard(model, sizes)
+                    held = shards.setdefault((kind, name), [])
+                    held.append(from_module(model))
+    return shards
+
+
+@pytest.fixture(scope="module", autouse=True)
+def before_vllm(dtensors: dict[tuple[str, str], Ranks]) -> None:
+    """Shard before vLLM has a process group: there is one default group in a process."""
+
+
+class Reduction:
+    """Sums over the ranks of an engine, which are threads here."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = Barrier(ranks, timeout=60)
+        self._parts: list[torch.Tensor] = []
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        self._parts.append(part)
+        self._barrier.wait()
+        return torch.stack(self._parts).sum(dim=0)
+
+
+def _publish(transport: str, ranks: Ranks, tp: int, directory: Path, cleanup: ExitStack) -> Offer:
+    if transport == "shm":
+        offers = []
+        for held in ranks:
+            shm = cleanup.enter_context(ShmPublisher(directory=directory))
+            offers.append(shm.publish(3, held))
+        return join_offers(offers)
+    catalog, world = cleanup.enter_context(CatalogServer()), len(ranks)
+    publishers = [
+        cleanup.enter_context(NixlPublisher(catalog=catalog, rank=r, world=world, engine_ranks=tp))
+        for r in range(world)
+    ]
+    for publisher, held in zip(publishers, ranks, strict=True):
+        publisher.announce(3, held)
+    return publishers[0].offer(3)
+
+
+def _open_reader(transport: str, directory: Path, cleanup: ExitStack) -> Reader:
+    reader: Reader = ShmReader(directory) if transport == "shm" else NixlReader()
+    cleanup.callback(reader.close)
+    return reader
+
+
+def _load_by_vllm(model: Path, truth: Tensors) -> Tensors:
+    loaded, _ = create_model(model)
+    loaded.load_weights(iter(truth.items()))
+    return parameters_of(loaded)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("nixl", marks=nixl)])
+@pytest.mark.parametrize(("kind", "source"), SOURCES, ids=lambda value: value)
+def test_every_parameter_of_every_rank_is_the_checkpoints(
+    kind: str,
+    source: str,
+    transport: str,
+    tp: int,
+    dtensors: dict[tuple[str, str], Ranks],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SECRET, WORD)
+    # vLLM packs experts for CPU after loading. On a GPU it leaves them as they are loaded, which
+    # are the bytes to compare.
+    monkeypatch.setattr(in_place, "list_changed_layers", lambda _: {})
+    model = DATA / f"hf_{kind}"
+    truth = load_file(model / "model.safetensors")
+    ranks = dtensors[kind, source] if source in MESHES else []
+    ranks = ranks or held_by_ranks(model, truth, MEGATRON[source])
+    assert len(ranks) > 1
+    with ExitStack() as cleanup:
+        offer = _publish(transport, ranks, tp, tmp_path, cleanup)
+        assert offer.nbytes == sum(tensor.nbytes for tensor in truth.values())  # each byte once
+        reduction = Reduction(tp) if tp > 1 else torch.clone
+        stagings, expected, models = [], [], []
+        for rank in range(tp):
+            with use_ranks(tp, rank):
+                expected.append(_load_by_vllm(model, truth))
+                worker = create_worker(model)
+                models.append(worker.model_runner.get_model())
+                reader = _open_reader(transport, tmp_path, cleanup)
+                headers = reader.headers(offer)
+                incoming = Incoming(worker, reader, offer, headers, tp, reduction)
+                stagings.append(Staging(incoming, headers, ParameterArena(), HostBuffers()))
+                report = stage(stagings[-1])
+                assert report["state"] == "ready", report["error"]
+        with ThreadPoolExecutor(tp) as pool:
+            list(pool.map(Staging.swap, stagings))
+        for served, wanted in zip(models, expected, strict=True):
+            actual = parameters_of(served)
+            assert actual.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert torch.equal(actual[name], tensor), name
