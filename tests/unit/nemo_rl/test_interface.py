@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import pickle
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ import torch
 
 from rollway.errors import UsageError
 from rollway.fleet.discovery import RlListing
+from rollway.integrations import nemo_rl
 from rollway.integrations.nemo_rl.batches import make_output
 from rollway.integrations.nemo_rl.config import parse_generation
 from rollway.integrations.nemo_rl.connection import Address
@@ -72,6 +73,13 @@ OUTPUT = {
     "truncated": (torch.bool, 1),
     "weight_versions": (torch.int64, 2),  # ours
 }
+CORE = {
+    "rollway", "aiohttp", "msgspec", "pydantic", "yaml", "rich", "zstandard",
+    # what these import themselves
+    "aiohappyeyeballs", "aiosignal", "annotated_types", "attr", "attrs", "frozenlist", "idna",
+    "markdown_it", "mdurl", "multidict", "propcache", "pydantic_core", "pygments",
+    "typing_extensions", "typing_inspection", "yarl",
+}  # fmt: skip
 ADDRESS = Address("http://10.0.0.5:8000", "m", RlListing("http://10.0.0.5:8001"), 4096, "secret")
 RECIPE = {
     "backend": "dynamo",
@@ -190,7 +198,27 @@ def test_a_copy_is_restored_without_nemo_rl_and_ray() -> None:
     assert done.stdout.decode().strip() == "[]", done.stderr.decode()
 
 
-@pytest.mark.parametrize("name", ["plug", "check", "config", "batches", "connection", "generation"])
-def test_modules_import_without_nemo_rl(name: str) -> None:
-    module = importlib.import_module(f"rollway.integrations.nemo_rl.{name}")
-    assert "nemo_rl.algorithms" not in sys.modules and module.__doc__
+def test_all_modules_import_with_the_core_dependencies_only() -> None:
+    """The driver and the actors have NeMo-RL's packages, an interpreter of its own has none."""
+    names = [
+        f"{nemo_rl.__name__}.{module.name}"
+        for module in pkgutil.iter_modules(nemo_rl.__path__)
+        if module.name != "auto"  # importing it plugs in, so it needs NeMo-RL
+    ]
+    assert len(names) >= 11
+    code = f"""
+import importlib, sys
+core = {sorted(CORE)!r}
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        is_own = top in sys.stdlib_module_names or top.startswith("_sysconfigdata")
+        if not is_own and top not in core:
+            raise ModuleNotFoundError(f"{{name}} is no dependency of the core", name=name)
+sys.meta_path.insert(0, Block())
+for name in {names!r}:
+    importlib.import_module(name)
+print(len({names!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == str(len(names)), done.stderr[-2000:]

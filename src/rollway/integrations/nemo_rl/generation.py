@@ -20,7 +20,6 @@ from rollway.errors import UsageError
 from rollway.integrations.nemo_rl.batches import make_output, make_sampling, read_prompts
 from rollway.integrations.nemo_rl.config import parse_generation
 from rollway.integrations.nemo_rl.connection import Address, Connection
-from rollway.rollout.experts import count_experts
 from rollway.rollout.trajectory import Rollout
 from rollway.weights.checkpoint import read_config
 
@@ -141,6 +140,8 @@ class Generation:
         if not self.cfg["vllm_cfg"].get("enable_return_routed_experts"):
             return None
         if self._experts is None:
+            from rollway.rollout.experts import count_experts  # needs numpy, which the core has not
+
             model = Path(self.cfg["model_name"])
             self._experts = count_experts(read_config(model / "config.json"))
         return self._experts
