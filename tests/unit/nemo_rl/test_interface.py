@@ -12,6 +12,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from rollway.integrations.nemo_rl.batches import make_output
 from rollway.integrations.nemo_rl.config import parse_generation
 from rollway.integrations.nemo_rl.connection import Address
 from rollway.integrations.nemo_rl.generation import Generation
+from rollway.integrations.nemo_rl.publish import ShardPublishing
 from rollway.rollout.trajectory import Rollout, Span
 
 EMPTY = inspect.Parameter.empty
@@ -58,7 +60,13 @@ GENERATION: dict[str, Mapping[str, Any] | str] = {
     "wake_carries_weight_updates": {},
     "clear_logger_metrics": {},
     "get_logger_metrics": {},
+    "update_weights_via_mx": {"*": None, "version": EMPTY, "mx_config": None},  # pull request 2429
 }
+WORKER: dict[str, Mapping[str, Any] | str] = {
+    "stream_weights_via_mx": {
+        "*": None, "version": EMPTY, "mx_config": EMPTY, "kv_scales": None,
+    },
+}  # fmt: skip
 SYNCHRONIZER: dict[str, Mapping[str, Any] | str] = {
     "sync_weights": {"*": None, "timer": None, "kv_scales": None},
     "init_communicator": {},
@@ -112,6 +120,34 @@ def test_the_synchronizer_has_the_interfaces_methods(name: str) -> None:
     module = pytest.importorskip("rollway.integrations.nemo_rl.synchronizer")
     assert describe(getattr(module.Synchronizer, name)) == SYNCHRONIZER[name]
     assert isinstance(module.Synchronizer.is_stale, property)
+
+
+@pytest.mark.parametrize("name", WORKER)
+def test_policy_workers_have_the_pull_requests_methods(name: str) -> None:
+    assert describe(getattr(ShardPublishing, name)) == WORKER[name]
+
+
+def test_a_refit_under_the_names_of_model_express_is_the_synchronizers() -> None:
+    copy = restore(RECIPE)
+    with pytest.raises(UsageError, match="refits nothing"):
+        copy.update_weights_via_mx(version=3)
+    calls: list[str] = []
+    copy.weight_synchronizer = SimpleNamespace(sync_weights=lambda: calls.append("sync"))
+    assert copy.update_weights_via_mx(version=3, mx_config={}) == [] and calls == ["sync"]
+    worker = ShardPublishing()
+    worker.stream_weights_via_mx(version=3, mx_config={})
+    with pytest.raises(UsageError, match="FP8 KV cache"):
+        worker.stream_weights_via_mx(version=3, mx_config={}, kv_scales={"k": 1.0})
+
+
+def test_the_gyms_dispatch_finds_its_addresses() -> None:
+    """NeMo-RL gives them to Gym's actors as they are; none without a server."""
+    assert restore(RECIPE).dp_openai_server_base_urls == []
+    copy = object.__new__(Generation)
+    cfg = parse_generation({**RECIPE, "vllm_cfg": {"expose_http_server": True}}).model_dump()
+    urls = ["http://10.0.0.5:1234/v1"]
+    copy.__setstate__({"cfg": cfg, "urls": urls, "address": ADDRESS})
+    assert pickle.loads(pickle.dumps(copy)).dp_openai_server_base_urls == urls
 
 
 def test_what_is_asked_as_an_attribute_is_there() -> None:

@@ -220,6 +220,20 @@ class Generation:
         if self._sampler is not None:
             self._sampler.note_refit(figures)
 
+    def update_weights_via_mx(self, *, version: int, mx_config: Any = None) -> list[Any]:
+        """Refit, under the name that NeMo-RL's ModelExpress work calls. Return nothing to wait for.
+
+        `version` is NeMo-RL's, which gives one number to two sets of weights; `Synchronizer` counts
+        its own. `mx_config` is in `cluster.weight_sync`."""
+        if self.weight_synchronizer is None:
+            raise UsageError(
+                "This Generation refits nothing: it is a copy, or NeMo-RL has created no "
+                "synchronizer for it.",
+                "Refit in the driver, with the Generation that `setup` returned.",
+            )
+        self.weight_synchronizer.sync_weights()
+        return []
+
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int
     ) -> list[Any]:
