@@ -24,12 +24,10 @@ stand_ins.install()
 
 import nemo_rl.algorithms.grpo as grpo  # noqa: E402
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict  # noqa: E402
-from nemo_rl.models.generation import configure_generation_config  # noqa: E402
 from nemo_rl.models.generation.interfaces import verify_right_padding  # noqa: E402
-from nemo_rl.utils.config import load_config, register_omegaconf_resolvers  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
 
 from rollway.integrations.nemo_rl import auto  # noqa: E402, F401
+from tests.nemo_rl.recipe import make_recipe  # noqa: E402
 
 seen: dict[str, Any] = {"synced": []}
 
@@ -62,28 +60,6 @@ class Policy:
 module = ModuleType("rollway.integrations.nemo_rl.synchronizer")
 module.Synchronizer = Synchronizer  # type: ignore[attr-defined]
 sys.modules[module.__name__] = module
-
-
-def make_recipe(question: dict[str, Any]) -> Any:
-    register_omegaconf_resolvers()
-    values: Any = OmegaConf.to_container(load_config(question["config"]), resolve=True)
-    values["policy"]["model_name"] = "tiny"
-    generation = values["policy"]["generation"]
-    generation["dynamo_cfg"]["stack"] = question["stack"]
-    generation["vllm_cfg"] |= {"max_model_len": 64, "enable_vllm_metrics_logger": False}
-    generation["vllm_kwargs"] = {}
-    for key in ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"):
-        generation["vllm_cfg"].pop(key)  # options of vLLM, which light workers do not have
-    for key in ("precision", "enforce_eager", "kv_cache_dtype", "env_vars"):
-        generation["vllm_cfg"].pop(key)
-    generation["colocated"]["resources"] = {"gpus_per_node": None, "num_nodes": None}
-    generation |= {"max_new_tokens": 8, "top_k": None, "val_top_k": None, "stop_token_ids": [0]}
-    values["cluster"] = {"gpus_per_node": 4, "num_nodes": 1, "weight_sync": {"method": "files"}}
-    values["grpo"]["async_grpo"]["in_flight_weight_updates"] = True
-    values["logger"]["tensorboard_enabled"] = False
-    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=0)
-    values["policy"]["generation"] = configure_generation_config(generation, tokenizer)
-    return grpo.MasterConfig(**values), tokenizer
 
 
 def read_batch(output: Any) -> dict[str, Any]:
@@ -126,7 +102,8 @@ async def collect(generation: Any, batch: Any) -> dict[int, Any]:
 
 
 def main() -> None:
-    recipe, tokenizer = make_recipe(json.load(sys.stdin))
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=0)
+    recipe = make_recipe(json.load(sys.stdin), tokenizer)
     result = grpo.setup(recipe, tokenizer, [{}] * 4, None, policy_factory=Policy)
     policy, generation, *_, master_config, _, _ = result
     train_cluster, inference_cluster = result[3]

@@ -29,7 +29,7 @@ def seen(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What NeMo-RL's process saw of a run on light workers, which this interpreter runs."""
     spec = light(base_model, "nemo-setup", LIGHT_STEP_SECONDS="0.005")
     spec |= {"python": sys.executable}
-    question = {"config": str(find_source() / RECIPE), "stack": spec}
+    question = {"config": str(find_source() / RECIPE), "stack": spec, "in_flight": True}
     home = tmp_path_factory.mktemp("home")
     seen = run_script("drive_setup.py", question, home)
     wait_until(lambda: not find_processes_in(home))

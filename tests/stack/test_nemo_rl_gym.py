@@ -31,7 +31,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.stack
 
-ROLLOUTS = 80
+ROLLOUTS, SOAK_ROLLOUTS = 80, 500
 TURNS = 4
 JUDGE = Path(__file__).with_name("nemo_rl_judge.py")
 PYTHON = Path(os.environ.get("ROLLWAY_NEMO_RL_PYTHON", ROOT / ".venv-nemo-rl" / "bin" / "python"))
@@ -129,31 +129,53 @@ def check_contiguous(output: list[dict[str, Any]]) -> None:
         seen = item["prompt_token_ids"] + item["generation_token_ids"]
 
 
+def run_both_templates(
+    stack: rollway.Stack, model: Path, home: Path, count: int, at_once: int
+) -> list[Agent]:
+    """Half of the rollouts have the model's own template, half one that drops reasoning."""
+    finished = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLWAY_HOME", str(home))
+        for start, template in ((0, "default"), (count // 2, REASONING)):
+            tokenizer = {"name": str(model), "chat_template": template}
+            with serve(stack, tokenizer) as url:
+                for first in range(start, start + count // 2, at_once):
+                    numbers = range(first, min(first + at_once, start + count // 2))
+                    finished += asyncio.run(run_agents(url, numbers))
+    return finished
+
+
+def check_all(agents: list[Agent], count: int) -> None:
+    """Check that every rollout is contiguous, and that each kind of trouble came about: calls of
+    tools, turns cut short, reasoning that was dropped."""
+    for agent in agents:
+        check_contiguous(agent.output)
+    assert len(agents) == count and min(len(agent.output) for agent in agents) >= TURNS
+    assert any(message["role"] == "tool" for agent in agents for message in agent.messages)
+    assert any(agent.cut for agent in agents)
+    thoughts = [m for a in agents for m in a.messages if "<think>" in str(m.get("content"))]
+    assert len(thoughts) > count
+
+
 @pytest.fixture(scope="module")
 def agents(
     tool_stack: rollway.Stack, tool_model: Path, session_home: Path
 ) -> Iterator[list[Agent]]:
-    """Half of the rollouts have the model's own template, half one that drops reasoning."""
-    finished = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLWAY_HOME", str(session_home))
-        for start, template in ((0, "default"), (ROLLOUTS // 2, REASONING)):
-            tokenizer = {"name": str(tool_model), "chat_template": template}
-            with serve(tool_stack, tokenizer) as url:
-                numbers = range(start, start + ROLLOUTS // 2)
-                finished += asyncio.run(run_agents(url, numbers))
-    yield finished
+    yield run_both_templates(tool_stack, tool_model, session_home, ROLLOUTS, ROLLOUTS // 2)
 
 
 def test_every_rollout_is_contiguous(agents: list[Agent]) -> None:
-    for agent in agents:
-        check_contiguous(agent.output)
-    assert len(agents) == ROLLOUTS and min(len(agent.output) for agent in agents) >= TURNS
-    # Each kind of trouble came about: calls of tools, turns cut short, reasoning that was dropped.
-    assert any(message["role"] == "tool" for agent in agents for message in agent.messages)
-    assert any(agent.cut for agent in agents)
-    thoughts = [m for a in agents for m in a.messages if "<think>" in str(m.get("content"))]
-    assert len(thoughts) > ROLLOUTS
+    check_all(agents, ROLLOUTS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_five_hundred_rollouts_are_contiguous(
+    tool_stack: rollway.Stack, tool_model: Path, session_home: Path
+) -> None:
+    agents = run_both_templates(tool_stack, tool_model, session_home, SOAK_ROLLOUTS, 50)
+    check_all(agents, SOAK_ROLLOUTS)
+    print(f"{len(agents)} rollouts, {sum(len(agent.output) for agent in agents)} turns")
 
 
 @pytest.mark.skipif(not SOURCE, reason="ROLLWAY_NEMO_RL_SRC names no checkout of NeMo-RL")

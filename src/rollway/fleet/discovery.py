@@ -30,6 +30,9 @@ PROBE_SECONDS = 2.0
 DEFAULT_SYSTEM_PORT = 9090
 _WORKER_HASH = re.compile(r"-[0-9a-f]{8}$")
 """What Dynamo's operator appends to the namespace of a deployment's workers."""
+_NO_ENGINES = frozenset({"router", "global_router", "planner", "globalplanner", "epp"})
+"""Components of Dynamo that serve an endpoint `generate` and have no weights. Others with one count
+as workers, also under a name of their own: a worker must not be left out."""
 NEEDED_ROUTES = frozenset({"pause_generation", "resume_generation"})
 
 
@@ -296,10 +299,13 @@ async def _read_health_listing(http: Http, source: HealthListing, retry: Retry) 
             continue
         if entry.get("endpoint") not in (None, "generate", "rl") or instance in workers:
             continue
+        component = str(entry.get("component") or "")
+        if component.lower() in _NO_ENGINES:
+            continue
         host = _get_transport_host(entry.get("transport"))
         admin = f"http://{host}:{source.system_port}" if host else ""
         error = None if host else "its transport names no address"
-        role = find_role(str(entry.get("component") or ""))
+        role = find_role(component)
         workers[instance] = Worker(instance, "", admin, error=error, role=role)
     return list(await asyncio.gather(*(_probe(http, worker) for worker in workers.values())))
 

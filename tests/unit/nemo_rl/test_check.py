@@ -86,6 +86,7 @@ def test_a_good_recipe_has_no_problem() -> None:
         ),
         (change(cluster__weight_sync={"method": "pigeon"}), "cluster.weight_sync.method", "pigeon"),
         (change(cluster__weight_sync={"method": "shm"}), "cluster.weight_sync.method", "10.0.0.5"),
+        (change(cluster__weight_sync={"method": "nccl"}), "cluster.weight_sync.method", "nixl"),
         (
             change(cluster__weight_sync={"method": "files"}),
             "cluster.weight_sync.directory",
@@ -119,6 +120,17 @@ def test_a_good_recipe_has_no_problem() -> None:
             change(grpo__async_grpo={"enabled": False, "in_flight_weight_updates": True}),
             "grpo.async_grpo.in_flight_weight_updates",
             "no rollouts in flight",
+        ),
+        (
+            change(
+                grpo__async_grpo={"enabled": False},
+                policy__generation__vllm_cfg={
+                    "expose_http_server": True,
+                    "kv_cache_dtype": "fp8_e4m3",
+                },
+            ),
+            f"{GENERATION}.vllm_cfg.kv_cache_dtype",
+            "refits carry none",
         ),
         (
             change(loss_fn={"use_importance_sampling_correction": False}),

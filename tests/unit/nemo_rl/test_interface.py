@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import pickle
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ import torch
 
 from rollway.errors import UsageError
 from rollway.fleet.discovery import RlListing
+from rollway.integrations import nemo_rl
 from rollway.integrations.nemo_rl.batches import make_output
 from rollway.integrations.nemo_rl.config import parse_generation
 from rollway.integrations.nemo_rl.connection import Address
 from rollway.integrations.nemo_rl.generation import Generation
+from rollway.integrations.nemo_rl.publish import ShardPublishing
 from rollway.rollout.trajectory import Rollout, Span
 
 EMPTY = inspect.Parameter.empty
@@ -57,7 +60,13 @@ GENERATION: dict[str, Mapping[str, Any] | str] = {
     "wake_carries_weight_updates": {},
     "clear_logger_metrics": {},
     "get_logger_metrics": {},
+    "update_weights_via_mx": {"*": None, "version": EMPTY, "mx_config": None},  # pull request 2429
 }
+WORKER: dict[str, Mapping[str, Any] | str] = {
+    "stream_weights_via_mx": {
+        "*": None, "version": EMPTY, "mx_config": EMPTY, "kv_scales": None,
+    },
+}  # fmt: skip
 SYNCHRONIZER: dict[str, Mapping[str, Any] | str] = {
     "sync_weights": {"*": None, "timer": None, "kv_scales": None},
     "init_communicator": {},
@@ -72,6 +81,13 @@ OUTPUT = {
     "truncated": (torch.bool, 1),
     "weight_versions": (torch.int64, 2),  # ours
 }
+CORE = {
+    "rollway", "aiohttp", "msgspec", "pydantic", "yaml", "rich", "zstandard",
+    # what these import themselves
+    "aiohappyeyeballs", "aiosignal", "annotated_types", "attr", "attrs", "frozenlist", "idna",
+    "markdown_it", "mdurl", "multidict", "propcache", "pydantic_core", "pygments",
+    "typing_extensions", "typing_inspection", "yarl",
+}  # fmt: skip
 ADDRESS = Address("http://10.0.0.5:8000", "m", RlListing("http://10.0.0.5:8001"), 4096, "secret")
 RECIPE = {
     "backend": "dynamo",
@@ -104,6 +120,34 @@ def test_the_synchronizer_has_the_interfaces_methods(name: str) -> None:
     module = pytest.importorskip("rollway.integrations.nemo_rl.synchronizer")
     assert describe(getattr(module.Synchronizer, name)) == SYNCHRONIZER[name]
     assert isinstance(module.Synchronizer.is_stale, property)
+
+
+@pytest.mark.parametrize("name", WORKER)
+def test_policy_workers_have_the_pull_requests_methods(name: str) -> None:
+    assert describe(getattr(ShardPublishing, name)) == WORKER[name]
+
+
+def test_a_refit_under_the_names_of_model_express_is_the_synchronizers() -> None:
+    copy = restore(RECIPE)
+    with pytest.raises(UsageError, match="refits nothing"):
+        copy.update_weights_via_mx(version=3)
+    calls: list[str] = []
+    copy.weight_synchronizer = SimpleNamespace(sync_weights=lambda: calls.append("sync"))
+    assert copy.update_weights_via_mx(version=3, mx_config={}) == [] and calls == ["sync"]
+    worker = ShardPublishing()
+    worker.stream_weights_via_mx(version=3, mx_config={})
+    with pytest.raises(UsageError, match="FP8 KV cache"):
+        worker.stream_weights_via_mx(version=3, mx_config={}, kv_scales={"k": 1.0})
+
+
+def test_the_gyms_dispatch_finds_its_addresses() -> None:
+    """NeMo-RL gives them to Gym's actors as they are; none without a server."""
+    assert restore(RECIPE).dp_openai_server_base_urls == []
+    copy = object.__new__(Generation)
+    cfg = parse_generation({**RECIPE, "vllm_cfg": {"expose_http_server": True}}).model_dump()
+    urls = ["http://10.0.0.5:1234/v1"]
+    copy.__setstate__({"cfg": cfg, "urls": urls, "address": ADDRESS})
+    assert pickle.loads(pickle.dumps(copy)).dp_openai_server_base_urls == urls
 
 
 def test_what_is_asked_as_an_attribute_is_there() -> None:
@@ -190,7 +234,27 @@ def test_a_copy_is_restored_without_nemo_rl_and_ray() -> None:
     assert done.stdout.decode().strip() == "[]", done.stderr.decode()
 
 
-@pytest.mark.parametrize("name", ["plug", "check", "config", "batches", "connection", "generation"])
-def test_modules_import_without_nemo_rl(name: str) -> None:
-    module = importlib.import_module(f"rollway.integrations.nemo_rl.{name}")
-    assert "nemo_rl.algorithms" not in sys.modules and module.__doc__
+def test_all_modules_import_with_the_core_dependencies_only() -> None:
+    """The driver and the actors have NeMo-RL's packages, an interpreter of its own has none."""
+    names = [
+        f"{nemo_rl.__name__}.{module.name}"
+        for module in pkgutil.iter_modules(nemo_rl.__path__)
+        if module.name != "auto"  # importing it plugs in, so it needs NeMo-RL
+    ]
+    assert len(names) >= 11
+    code = f"""
+import importlib, sys
+core = {sorted(CORE)!r}
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        is_own = top in sys.stdlib_module_names or top.startswith("_sysconfigdata")
+        if not is_own and top not in core:
+            raise ModuleNotFoundError(f"{{name}} is no dependency of the core", name=name)
+sys.meta_path.insert(0, Block())
+for name in {names!r}:
+    importlib.import_module(name)
+print(len({names!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == str(len(names)), done.stderr[-2000:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -130,3 +132,71 @@ def test_unreadable_models_are_refused() -> None:
     )
     with pytest.raises(UsageError, match="is a Float8Tensor"):
         read_rank(chunk, NAMES, HALF)
+
+
+# --- a model of 12,627 tensors -------------------------------------------------------------------
+
+
+def _make_linear(kind: str, weights: int = 1, *, has_norm: bool = False) -> nn.Module:
+    """Return a module of a class of Megatron or Transformer Engine; only its name is theirs."""
+    linear: nn.Module = type(kind, (nn.Module,), {})()
+    for number in range(weights):
+        name = "weight" if weights == 1 else f"weight{number}"
+        linear.register_parameter(name, nn.Parameter(torch.empty(4, 4, device="meta")))
+    if has_norm:
+        linear.register_parameter("layer_norm_weight", nn.Parameter(torch.empty(4, device="meta")))
+    return linear
+
+
+def _make_qwen3_moe(layers: int, experts: int) -> nn.Module:
+    """Return Qwen3-30B-A3B's tree of modules as Megatron-Core builds it with Transformer Engine."""
+    model = nn.Module()
+    model.embedding = nn.Module()
+    model.embedding.word_embeddings = _make_linear("VocabParallelEmbedding")
+    model.decoder = nn.Module()
+    model.decoder.layers = nn.ModuleList()
+    for number in range(layers):
+        layer = nn.Module()
+        layer.layer_number = number + 1
+        layer.self_attention = nn.Module()
+        layer.self_attention.linear_qkv = _make_linear(
+            "TELayerNormColumnParallelLinear", has_norm=True
+        )
+        layer.self_attention.linear_proj = _make_linear("TERowParallelLinear")
+        layer.self_attention.q_layernorm = _make_linear("RMSNorm")
+        layer.self_attention.k_layernorm = _make_linear("RMSNorm")
+        layer.pre_mlp_layernorm = _make_linear("RMSNorm")
+        layer.mlp = nn.Module()
+        layer.mlp.router = _make_linear("TopKRouter")
+        layer.mlp.experts = nn.Module()
+        layer.mlp.experts.linear_fc1 = _make_linear("TEColumnParallelGroupedLinear", experts)
+        layer.mlp.experts.linear_fc2 = _make_linear("TERowParallelGroupedLinear", experts)
+        model.decoder.layers.append(layer)
+    model.decoder.final_layernorm = _make_linear("RMSNorm")
+    model.output_layer = _make_linear("ColumnParallelLinear")
+    wrapper = nn.Module()
+    wrapper.module = model
+    return wrapper
+
+
+def test_roles_of_a_large_model_of_experts_by_the_classes_of_its_modules() -> None:
+    """Upstream's figures: 6,144 + 6,144 + 241 + 48 + 48 + 1 + 1. It calls the output layer `column`
+    where tensors are not split; here it is `vocab_parallel` always, for its padded rows."""
+    geometry = ModelGeometry(
+        layers=48, hidden=4, heads=2, query_groups=1, head_dim=2, vocab=4, ffn=4, moe_ffn=4,
+        experts=128,
+    )  # fmt: skip
+    layout, _ = read_rank(
+        _make_qwen3_moe(48, 128), NameMap("qwen3_moe", geometry), Position(tp=0, tp_size=1)
+    )
+    roles = {name: shard.role for name, shard in layout.shards.items()}
+    assert roles.pop("output_layer.weight") is Role.VOCAB_PARALLEL
+    assert Counter(roles.values()) == {
+        Role.EXPERT_COLUMN: 6144,
+        Role.EXPERT_ROW: 6144,
+        Role.REPLICATED: 241,
+        Role.ROW: 48,
+        Role.QKV_COLUMN: 48,
+        Role.VOCAB_PARALLEL: 1,
+    }
+    assert len(roles) + 1 == 12_627

@@ -272,6 +272,11 @@ def _check_sync(recipe: Mapping[str, Any]) -> Iterator[Problem]:
 def _check_trainer(recipe: Mapping[str, Any]) -> Iterator[Problem]:
     generation = _get(recipe, "policy", "generation")
     async_grpo = _get(recipe, "grpo", "async_grpo")
+    cache = str(_get(generation, "vllm_cfg").get("kv_cache_dtype") or "")
+    if cache.startswith("fp8") and not async_grpo.get("enabled"):
+        cause = "The synchronous trainer sends scales for an FP8 KV cache, and refits carry none."
+        fix = "Set auto here; engines with an FP8 cache can compute their scales themselves."
+        yield Problem(f"{_GENERATION}.vllm_cfg.kv_cache_dtype", cause, fix)
     mode = _get(generation, "dynamo_cfg").get("refit_mode")
     if async_grpo.get("in_flight_weight_updates"):
         key = "grpo.async_grpo.in_flight_weight_updates"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rollway.config import StackSpec
 from rollway.errors import SpecError, UsageError
@@ -96,12 +96,18 @@ class WeightSync(SpecPart):
     """The most memory for tensors in transit on a trainer's rank."""
     mx_config: MxConfig = Field(default_factory=MxConfig)
 
-    @model_validator(mode="before")
+    @field_validator("method", mode="before")
     @classmethod
-    def _rename(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("method") == "mx":
-            return {**data, "method": "nixl"}
-        return data
+    def _rename(cls, method: Any) -> Any:
+        if method == "nccl":
+            # vLLM 0.23, which NeMo-RL pins, wants `is_checkpoint_format` at the start of an update
+            # and `packed` in it; the vLLM of today's Dynamo refuses both.
+            raise ValueError(
+                "nccl, NeMo-RL's own wire to workers without Rollway's extension, is not built: "
+                "its messages differ between versions of vLLM; give the workers the extension, and "
+                "use collective (a broadcast, by NCCL between GPUs), nixl, or files"
+            )
+        return "nixl" if method == "mx" else method
 
 
 class DynamoCfg(SpecPart):

@@ -20,7 +20,6 @@ from rollway.errors import UsageError
 from rollway.integrations.nemo_rl.batches import make_output, make_sampling, read_prompts
 from rollway.integrations.nemo_rl.config import parse_generation
 from rollway.integrations.nemo_rl.connection import Address, Connection
-from rollway.rollout.experts import count_experts
 from rollway.rollout.trajectory import Rollout
 from rollway.weights.checkpoint import read_config
 
@@ -141,6 +140,8 @@ class Generation:
         if not self.cfg["vllm_cfg"].get("enable_return_routed_experts"):
             return None
         if self._experts is None:
+            from rollway.rollout.experts import count_experts  # needs numpy, which the core has not
+
             model = Path(self.cfg["model_name"])
             self._experts = count_experts(read_config(model / "config.json"))
         return self._experts
@@ -218,6 +219,20 @@ class Generation:
         """Keep the figures of the last refit for the logger."""
         if self._sampler is not None:
             self._sampler.note_refit(figures)
+
+    def update_weights_via_mx(self, *, version: int, mx_config: Any = None) -> list[Any]:
+        """Refit, under the name that NeMo-RL's ModelExpress work calls. Return nothing to wait for.
+
+        `version` is NeMo-RL's, which gives one number to two sets of weights; `Synchronizer` counts
+        its own. `mx_config` is in `cluster.weight_sync`."""
+        if self.weight_synchronizer is None:
+            raise UsageError(
+                "This Generation refits nothing: it is a copy, or NeMo-RL has created no "
+                "synchronizer for it.",
+                "Refit in the driver, with the Generation that `setup` returned.",
+            )
+        self.weight_synchronizer.sync_weights()
+        return []
 
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int

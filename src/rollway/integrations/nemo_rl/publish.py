@@ -236,6 +236,18 @@ class ShardPublishing:
 
         return from_module(self.model)
 
+    def stream_weights_via_mx(
+        self, *, version: int, mx_config: Any, kv_scales: Mapping[str, float] | None = None
+    ) -> None:
+        """Publish nothing yet, under the name that NeMo-RL's ModelExpress work calls before
+        `Generation.update_weights_via_mx`: there `Synchronizer` has every rank publish."""
+        if kv_scales:
+            raise UsageError(
+                f"The trainer sends {len(kv_scales)} scales of an FP8 KV cache, and no transport "
+                "carries them.",
+                "Set policy.generation.vllm_cfg.kv_cache_dtype to auto.",
+            )
+
     def rollway_rpc(self, method: str, kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run one of the calls of `Synchronizer`."""
         calls: dict[str, Callable[..., Any]] = {
