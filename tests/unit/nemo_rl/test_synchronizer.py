@@ -53,6 +53,8 @@ class FakeStack:
 
 
 class FakeGeneration:
+    is_copy = False
+
     def __init__(self, stack: FakeStack) -> None:
         self.dynamo_cfg: Any = SimpleNamespace(
             weight_sync=WeightSync(), refit_timeout_s=None, refit_mode="pause-all"
