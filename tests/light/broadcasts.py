@@ -37,8 +37,11 @@ class Broadcasts:
 
     def receive(self, offer: Offer, stage: Callable[[Path], None], tell: str) -> None:
         """Start to receive a version; `stage` loads it. The same one again changes nothing."""
-        if self._states.get(offer.identity, {"state": "failed"})["state"] == "failed":
-            if offer.transport == "prime_rl_broadcast":
+        is_broadcast = offer.transport == "prime_rl_broadcast"
+        # Other versions may have the same weights, and so the same identity.
+        again = ("failed",) if is_broadcast else ("failed", "ready")
+        if self._states.get(offer.identity, {"state": "failed"})["state"] in again:
+            if is_broadcast:
                 self.reader.headers(offer)  # raises if there is no group
             self._states = {offer.identity: {"state": "running", "error": ""}}
             arguments = offer, stage, tell
@@ -58,7 +61,7 @@ class Broadcasts:
             reader.headers(offer)
             tensors = {name: tensor.clone() for name, tensor in reader.tensors(offer)}
             path = Path(self._directory.name) / offer.identity
-            path.mkdir()
+            path.mkdir(exist_ok=True)
             save_file(tensors, path / "model.safetensors")
             stage(path)
             state = {"state": "ready", "error": ""}

@@ -136,27 +136,20 @@ def test_after_a_driver_killed_in_a_refit_the_next_one_refits_all(
     driver's death leaves them paused between two of them."""
     spec = light(base_model, "foreign")
     with opened(spec) as owner:
-        before = footprint.new()
         where = {"frontend_url": owner.frontend_url.removesuffix("/v1")}
         where["rl_url"] = owner.connection.stack.rl_url
         config = make_config(owner.cfg["model_name"], **where)
-        secret = owner.connection.secret
-        driver, line = start_child(
-            DRIVER, json.dumps(config), str(policies[1].path), step,
-            env={**os.environ, "ROLLWAY_STACK_SECRET": secret},
-        )  # fmt: skip
+        driver, line = start_child(DRIVER, json.dumps(config), str(policies[1].path), step)
         assert line == step
         driver.kill()
         driver.wait()
-        # What it published goes with it, and its gateway, publishers and files.
-        wait_until(lambda: footprint.new() == before, 30)
         check_none_old(owner, policies[0], step)
         synchronizer = make_synchronizer(owner, policies[2])
         figures = synchronizer.sync_weights()
         assert figures["workers"] == 2
         check_samples(owner, policies[2], int(figures["version"]))
         synchronizer.shutdown()
-    assert footprint.settle() == {}
+    assert footprint.settle() == {}  # nor anything that the driver published
 
 
 def check_none_old(generation: Generation, old: Policy, step: str) -> None:

@@ -24,7 +24,7 @@ from rollway.integrations.nemo_rl.gym import GymServer
 from rollway.integrations.nemo_rl.metrics import Sampler
 
 IN_FLIGHT = 256
-GYM_ROUNDS, SAMPLER_ROUNDS = 5, 12
+GYM_ROUNDS, SAMPLER_ROUNDS = 5, 20
 _TURNS, _TOKENS = 2, 32
 _IDLE_SECONDS = 10.0
 _ARGS = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 128}

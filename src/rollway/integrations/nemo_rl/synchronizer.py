@@ -6,7 +6,7 @@
                      the ranks cancel it, raise with the report ◄── else ───┘
 
 NeMo-RL uses one number for two sets of weights in one step, and begins again at 0 after a resume.
-So versions are counted here: each is one above the newest that any worker has served.
+So versions are counted here: each is above all that the stack knows, served or only claimed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from rollway.weights.offer import Offer, parse_offer
 log = logging.getLogger(__name__)
 
 _TRIES = 2
+_NEW_WEIGHTS = ""
+"""Stands for weights that no version names yet."""
 _CANCEL_SECONDS = 10.0
 """How long ranks may take to stop: one that waits for a dead one in a collective never does."""
 _BUCKET_BYTES = 1 << 30
@@ -167,7 +169,8 @@ class Synchronizer:
         """Return the next version, and how many ranks receive it."""
         fleet = self._generation.connection.fleet
         await fleet.read_versions()
-        self._last = 1 + max(self._last, fleet.versions.newest or 0)
+        # Also above one that a killed driver has claimed, and that no worker serves.
+        self._last = max(self._last + 1, await fleet.choose_version(_NEW_WEIGHTS))
         return self._last, await self._count_receivers()
 
     async def _count_receivers(self) -> int:
