@@ -1,4 +1,5 @@
-"""A light worker's place in the group of prime-rl's trainer, by Rollway's own receiver."""
+"""What a light worker receives by Rollway's own readers: prime-rl's broadcasts, and every transport
+that a real worker knows."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from rollway.engine.incoming import reader_for
 from rollway.engine.prime_rl_broadcast import PrimeRlBroadcastReader
 from rollway.weights.checkpoint import read_headers
 from rollway.weights.offer import Offer
+from rollway.weights.transports.base import Reader
 
 State = dict[str, Any]
 
@@ -25,6 +28,7 @@ class Broadcasts:
 
     def __init__(self, model: Path) -> None:
         self.reader = PrimeRlBroadcastReader(read_headers(model))
+        self._readers: dict[str, Reader] = {"prime_rl_broadcast": self.reader}
         self._states: dict[str, State] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="light-broadcast-")
 
@@ -33,8 +37,12 @@ class Broadcasts:
 
     def receive(self, offer: Offer, stage: Callable[[Path], None], tell: str) -> None:
         """Start to receive a version; `stage` loads it. The same one again changes nothing."""
-        if self._states.get(offer.identity, {"state": "failed"})["state"] == "failed":
-            self.reader.headers(offer)  # raises if there is no group
+        is_broadcast = offer.transport == "prime_rl_broadcast"
+        # Other versions may have the same weights, and so the same identity.
+        again = ("failed",) if is_broadcast else ("failed", "ready")
+        if self._states.get(offer.identity, {"state": "failed"})["state"] in again:
+            if is_broadcast:
+                self.reader.headers(offer)  # raises if there is no group
             self._states = {offer.identity: {"state": "running", "error": ""}}
             arguments = offer, stage, tell
             threading.Thread(target=self._receive, args=arguments, daemon=True).start()
@@ -49,16 +57,16 @@ class Broadcasts:
     def _receive(self, offer: Offer, stage: Callable[[Path], None], tell: str) -> None:
         state: State
         try:
-            tensors = {name: tensor.clone() for name, tensor in self.reader.tensors(offer)}
+            reader = reader_for(offer, self._readers)
+            reader.headers(offer)
+            tensors = {name: tensor.clone() for name, tensor in reader.tensors(offer)}
             path = Path(self._directory.name) / offer.identity
-            path.mkdir()
+            path.mkdir(exist_ok=True)
             save_file(tensors, path / "model.safetensors")
             stage(path)
-            state = {
-                "state": "ready",
-                "error": "",
-                "digest": self.reader.get_digest(offer),
-            }
+            state = {"state": "ready", "error": ""}
+            if reader is self.reader:
+                state["digest"] = self.reader.get_digest(offer)
         except Exception as error:  # noqa: BLE001 (the worker answers with it)
             state = {"state": "failed", "error": str(error)}
         if offer.identity in self._states:  # otherwise it was discarded

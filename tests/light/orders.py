@@ -28,7 +28,7 @@ class EngineClient:
         from rollway.weights.offer import read_offer
 
         weights = read_offer(offer, self._engine.worker.secret)
-        if weights.transport == "prime_rl_broadcast":
+        if weights.transport not in ("checkpoint", "files"):
             worker = self._engine.worker
 
             def stage(path: Path) -> None:

@@ -52,10 +52,10 @@ State = dict[str, Tensor]
 _NO_WEIGHTS = shutil.ignore_patterns("*.safetensors")
 # The line that a worker logs after a swap (rollway.engine.staging).
 _SERVED = re.compile(r"is served \((.*)\)")
-_PACKED = re.compile(r"its layers are packed \((\S+) s\)")
+PACKED = re.compile(r"its layers are packed \((\S+) s\)")
 _PARTS = ("load", "prove", "prepare", "swap")
 """The parts of a refit whose seconds the worker logs."""
-_PACKING_SECONDS = 30.0
+PACKING_SECONDS = 30.0
 STOCK = "stock"
 Row = dict[str, float]
 
@@ -164,7 +164,7 @@ class _Bench:
         """Publish a policy and refit to it; return how long each part took."""
         self.version += 1
         case.before(self.policies[index])
-        packings = len(_PACKED.findall(self._read_log()))
+        packings = len(PACKED.findall(self._read_log()))
         began = time.perf_counter()
         offer = case.publish(self.version, self.policies[index])
         published = time.perf_counter() - began
@@ -184,8 +184,8 @@ class _Bench:
 
     async def _wait_until_packed(self, before: int) -> float:
         """Wait until the worker has packed its layers: the next measurement needs the cores."""
-        deadline = time.perf_counter() + _PACKING_SECONDS
-        while len(seconds := _PACKED.findall(self._read_log())) <= before:
+        deadline = time.perf_counter() + PACKING_SECONDS
+        while len(seconds := PACKED.findall(self._read_log())) <= before:
             if time.perf_counter() > deadline:
                 raise RolloutError("The worker does not say that it has packed its layers.")
             await asyncio.sleep(0.05)

@@ -240,6 +240,21 @@ def prime_rl(options: argparse.Namespace) -> int:
     return 0
 
 
+def nemo_rl(options: argparse.Namespace) -> int:
+    from rollway.bench.nemo_rl import PARTS, NemoRlBench, format_figures
+
+    parts = _read_parts(options, PARTS) or PARTS
+    if set(parts) != {"bytes"}:
+        require("torch", "transformers", "vllm", "dynamo")
+    bench, code = NemoRlBench(_build_demo_model, print_progress), 0
+    try:
+        bench.run(parts)
+    except KeyboardInterrupt:
+        bench.figures["is_interrupted"], code = True, 130
+    _print_figures(options, bench.as_json(), format_figures)
+    return code
+
+
 def gpu(options: argparse.Namespace) -> int:
     require("torch")
     from rollway.bench.gpu import run_command

@@ -317,6 +317,8 @@ def _add_bench_commands(add: Add) -> None:
     text = "interpreter of the environment with renderers (.venv-prime-rl/bin/python)"
     parser.add_argument("--prime-rl-python", type=Path, default=python, metavar="PATH", help=text)
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
+    parser = add("nemo-rl", "bench:nemo_rl", "refits, gym traffic and metrics as NeMo-RL has them")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
     parser = add("refit", "bench:refit", "load new weights into a worker, over every transport")
     parser.add_argument("--megabytes", type=int, default=520, help="size of the model")
     text = "only these (and stock)"

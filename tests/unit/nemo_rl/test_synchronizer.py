@@ -34,8 +34,12 @@ class FakeStack:
         async def read_versions() -> dict[int, int]:
             return {}
 
+        async def choose_version(identity: str) -> int:
+            return 1 + max(self.versions.newest or 0, self.claimed)
+
+        self.claimed = 0
         self.fleet = SimpleNamespace(
-            workers=workers, read_versions=read_versions, versions=self.versions
+            workers=workers, read_versions=read_versions, choose_version=choose_version
         )
 
     def find_checkpoint(self, model: str) -> str:
@@ -53,6 +57,8 @@ class FakeStack:
 
 
 class FakeGeneration:
+    is_copy = False
+
     def __init__(self, stack: FakeStack) -> None:
         self.dynamo_cfg: Any = SimpleNamespace(
             weight_sync=WeightSync(), refit_timeout_s=None, refit_mode="pause-all"
@@ -105,6 +111,12 @@ def test_versions_rise_above_whatever_was_served() -> None:
     assert figures["version"] == 18
     assert figures["workers"] == 1
     assert figures["bytes"] == 1000
+
+
+def test_versions_rise_above_what_a_killed_driver_claimed() -> None:
+    synchronizer, stack = make()
+    stack.claimed = 4  # and no worker serves it
+    assert synchronizer.sync_weights()["version"] == 5
 
 
 def test_a_version_is_used_up_by_a_refit_that_failed() -> None:

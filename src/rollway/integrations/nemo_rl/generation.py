@@ -77,6 +77,11 @@ class Generation:
         return f"{self._address.frontend_url}/v1"
 
     @property
+    def is_copy(self) -> bool:
+        """Whether it was pickled into this process, and so owns and refits nothing."""
+        return not self._is_owner
+
+    @property
     def connection(self) -> Connection:
         """The stack; a copy connects at its first call."""
         with self._lock:

@@ -6,13 +6,14 @@
                      the ranks cancel it, raise with the report ◄── else ───┘
 
 NeMo-RL uses one number for two sets of weights in one step, and begins again at 0 after a resume.
-So versions are counted here: each is one above the newest that any worker has served.
+So versions are counted here: each is above all that the stack knows, served or only claimed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +25,13 @@ from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.publish import ENGINE, PublishOptions
 from rollway.weights.offer import Offer, parse_offer
 
+log = logging.getLogger(__name__)
+
 _TRIES = 2
+_NEW_WEIGHTS = ""
+"""Stands for weights that no version names yet."""
+_CANCEL_SECONDS = 10.0
+"""How long ranks may take to stop: one that waits for a dead one in a collective never does."""
 _BUCKET_BYTES = 1 << 30
 TIMER = "prepare_for_generation/transfer_and_update_weights"
 """The name under which NeMo-RL's timers know a refit."""
@@ -44,11 +51,17 @@ class Synchronizer:
         refit_timeout_s: float | None = None,
         get: Callable[[list[Any]], list[Any]] | None = None,
     ) -> None:
-        """`get` waits for what the policy's workers answer; by default `ray.get`."""
+        """`get` waits for what the policy's workers answer; by default it is of Ray."""
+        if generation.is_copy:
+            raise UsageError(
+                "This Generation is a copy in another process, which refits nothing.",
+                "Refit in the driver, with the Generation that opened the stack.",
+            )
         self._policy, self._generation = policy, generation
         self._sync = sync or generation.dynamo_cfg.weight_sync
         self._seconds = refit_timeout_s or generation.dynamo_cfg.refit_timeout_s
-        self._get = get or _get_from_ray
+        self._get = get
+        self._deadline: float | None = None
         self._last = 0
         self._is_stale = True
         self._is_open = False
@@ -109,6 +122,7 @@ class Synchronizer:
         self._is_stale = True
         self.init_communicator()
         began = time.monotonic()
+        self._deadline = None if self._seconds is None else began + self._seconds
         with timer.time(TIMER) if timer is not None else contextlib.nullcontext():
             offer, report = self._refit(began)
         self._is_stale = False
@@ -121,7 +135,11 @@ class Synchronizer:
         """Close the publishers of the policy's ranks."""
         if self._is_open:
             self._is_open = False
-            self._call("close" if self._sync.shards else "finalize_checkpoint_engine")
+            self._deadline = None
+            try:
+                self._call("close" if self._sync.shards else "finalize_checkpoint_engine")
+            except RollwayError as error:  # a rank that is dead has closed everything
+                log.warning("the policy's publishers were not all closed: %s", error.message)
 
     # --- one refit -----------------------------------------------------------------------------
 
@@ -129,16 +147,16 @@ class Synchronizer:
         connection = self._generation.connection
         for _ in range(_TRIES):
             version, receivers = connection.run(self._choose_version())
-            offer = self._publish(version, receivers)
             try:
+                offer = self._publish(version, receivers)
                 counted = offer.where.get("receivers")
                 if counted is not None and counted != connection.run(self._count_receivers()):
                     # A broadcast would wait for a rank that left, or leave out one that came.
-                    self._call("cancel")
+                    self._cancel()
                     continue
                 report = connection.run(self._run_refit(version, offer, began))
             except BaseException:
-                self._call("cancel")
+                self._cancel()
                 raise
             self._call("complete", version=version)
             return offer, report
@@ -151,7 +169,8 @@ class Synchronizer:
         """Return the next version, and how many ranks receive it."""
         fleet = self._generation.connection.fleet
         await fleet.read_versions()
-        self._last = 1 + max(self._last, fleet.versions.newest or 0)
+        # Also above one that a killed driver has claimed, and that no worker serves.
+        self._last = max(self._last + 1, await fleet.choose_version(_NEW_WEIGHTS))
         return self._last, await self._count_receivers()
 
     async def _count_receivers(self) -> int:
@@ -187,13 +206,34 @@ class Synchronizer:
             ) from error
 
     def _call(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call every rank of the policy, and return their answers."""
+        """Call every rank of the policy, and return their answers.
+
+        Raises:
+            RollwayError: a rank failed or is dead.
+        """
         if self._sync.shards:
             name, fields = "rollway_rpc", {"method": method, "kwargs": kwargs}
         else:
             name = "checkpoint_engine_rpc"
             fields = {"checkpoint_method": method, "method_kwargs": kwargs}
-        return self._get(self._policy.worker_group.run_all_workers_single_data(name, **fields))
+        try:
+            refs = self._policy.worker_group.run_all_workers_single_data(name, **fields)
+            return self._get(refs) if self._get else _get_from_ray(refs, self._deadline)
+        except RollwayError:
+            raise
+        except Exception as error:
+            raise RollwayError(
+                f"The policy's ranks failed in `{method}`: {type(error).__name__}: {error}",
+                "Look at the logs of NeMo-RL's policy workers.",
+            ) from error
+
+    def _cancel(self) -> None:
+        """Tell the ranks to stop sending. What failed before is the cause, not this."""
+        self._deadline = time.monotonic() + _CANCEL_SECONDS
+        try:
+            self._call("cancel")
+        except RollwayError as error:
+            log.warning("the policy's ranks were not all told to stop: %s", error.message)
 
     def _make_options(self) -> PublishOptions:
         connection, mx = self._generation.connection, self._sync.mx_config
@@ -230,7 +270,17 @@ def _make_url(place: str) -> str:
     return place if "://" in place else f"http://{place}"
 
 
-def _get_from_ray(refs: list[Any]) -> list[Any]:
+def _get_from_ray(refs: list[Any], deadline: float | None) -> list[Any]:
+    """Return what all ranks answer, or raise the first failure at once: `ray.get` would wait for
+    ranks that wait for the dead one."""
     import ray
 
+    pending = list(refs)
+    while pending:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        done, pending = ray.wait(pending, num_returns=1, timeout=left)
+        if not done:
+            late = ", ".join(str(refs.index(ref)) for ref in pending)
+            raise TimeoutError(f"ranks that did not answer in time: {late}")
+        ray.get(done)
     return list(ray.get(refs))
