@@ -77,10 +77,10 @@ async def bench_disaggregated(
 def compare(whole: list[Completion], apart: list[Completion]) -> float:
     """Return the largest difference of a log-prob; raise if tokens or log-probs do not agree."""
     largest = 0.0
-    for number, (one, other) in enumerate(zip(whole, apart, strict=True)):
-        if one.token_ids != other.token_ids:
+    for number, (expected, answer) in enumerate(zip(whole, apart, strict=True)):
+        if expected.token_ids != answer.token_ids:
             raise RolloutError(f"Prompt {number} got other tokens with prefill and decode apart.")
-        pairs = zip(one.logprobs or [], other.logprobs or [], strict=True)
+        pairs = zip(expected.logprobs or [], answer.logprobs or [], strict=True)
         largest = max([largest, *(abs(a - b) for a, b in pairs)])
     if largest > TOLERANCE:
         raise RolloutError(f"Log-probs differ by {largest:.2g} with prefill and decode apart.")

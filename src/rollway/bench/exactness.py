@@ -222,8 +222,8 @@ class ExactnessBench:
         # sees a small step only if its own rounding is smaller.
         noise = 10 * max(self.rows["engine"].k3, _SMALLEST_NOISE)
         for part, usual in (("engine", noise), ("trainer", 10 * self.rows["total"].k3)):
-            told = {name: self.rows[name].k3 > usual for name in _STALE}
-            self.figures[f"told_apart_by_{part}"] = told
+            is_stale = {name: self.rows[name].k3 > usual for name in _STALE}
+            self.figures[f"told_apart_by_{part}"] = is_stale
 
     # --- the trainer -------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class Limit:
     """
 
     def __init__(self, seconds: float | None = None) -> None:
-        """Without `seconds`, only a signal ends the run."""
+        """Start to count; without `seconds`, only a signal ends the run."""
         self._seconds = seconds
         self._began = time.monotonic()
         self._signal = ""

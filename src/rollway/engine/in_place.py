@@ -19,6 +19,7 @@ from vLLM's own loader (`rollway.engine.loading`). Layers without a plan are rel
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from rollway.engine import memory
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming, Stopwatch, zero_pad_all
 from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers
-from rollway.engine.loading import LoadPlan, Region, record_plan
+from rollway.engine.loading import LoadPlan, Region, get_plan, record_plan
 from rollway.engine.memory import HostBuffers, StagedTensors
 from rollway.engine.patching import NoPatch, Patch, Served, prepare_patch, set_served
 from rollway.engine.sleep_mode import refuse_pooled
@@ -91,7 +92,7 @@ class InPlace:
         incoming, model = self._incoming, self._incoming.model
         incoming.restrict(model)
         with incoming.measure("plan"):
-            self._plan = get_plan(incoming.worker, incoming.headers)
+            self._plan = plan_in_place(incoming.worker, incoming.headers)
         if self._receive_patch():
             return
         shapes = memory.list_received_shapes(incoming.headers, incoming.slices)
@@ -316,14 +317,9 @@ def _view_source(
     return within.view(tensor)
 
 
-def get_plan(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:
-    """Return the plan for tensors with these headers; record it at the first call."""
-    plans: dict[Any, LoadPlan] = worker.__dict__.setdefault("_rollway_plans", {})
-    key = tuple(sorted((name, h.dtype, h.shape) for name, h in headers.items()))
-    if key not in plans:
-        plans.clear()  # another set of tensors: the old one does not come back
-        plans[key] = _record(worker, headers)
-    return plans[key]
+def plan_in_place(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:
+    """Return how tensors with these headers are copied into the serving parameters."""
+    return get_plan(worker, "serving", headers, partial(_record, worker, headers))
 
 
 def _record(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:

@@ -151,6 +151,19 @@ def record_plan(
     return LoadPlan(refusal="vLLM's loader needs the values of many tensors")
 
 
+def get_plan(
+    worker: Any, kind: str, headers: Mapping[str, TensorHeader], record: Callable[[], LoadPlan]
+) -> LoadPlan:
+    """Return the worker's plan of this kind for tensors with these headers; `record` it at the
+    first call."""
+    plans: dict[Any, LoadPlan] = worker.__dict__.setdefault(f"_rollway_{kind}_plans", {})
+    key = tuple(sorted((name, h.dtype, h.shape) for name, h in headers.items()))
+    if key not in plans:
+        plans.clear()  # another set of tensors: the old one does not come back
+        plans[key] = record()
+    return plans[key]
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Catches every write of this thread to something that existed before."""
 

@@ -19,7 +19,7 @@ from rollway.engine import memory
 from rollway.engine.background import use_one_core
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming
-from rollway.engine.loading import LoadPlan, PlannedCopy, Region, record_plan
+from rollway.engine.loading import LoadPlan, PlannedCopy, Region, get_plan, record_plan
 from rollway.errors import WeightsError
 from rollway.weights.digest.checksums import integers
 from rollway.weights.transports.base import ChangedElements, ChangedStep, Changes, Reader
@@ -32,7 +32,6 @@ _SCRATCH_BYTES = 48
 _UNPACKED = 1 << 24
 """How many elements it unpacks together, if no tensor has more."""
 _SERVED = "_rollway_serving"
-_LOADING = "_rollway_loading_plans"
 
 
 class NoPatch(Exception):
@@ -359,13 +358,13 @@ def _add(patch: Patch, step: ChangedStep, incoming: Incoming, device: torch.devi
 
 
 def _plan_loading(incoming: Incoming, model: torch.nn.Module) -> LoadPlan:
-    """Return how vLLM loads tensors into a model before it packs any layer; record it once."""
-    plans: dict[Any, LoadPlan] = incoming.worker.__dict__.setdefault(_LOADING, {})
-    key = tuple(sorted((name, h.dtype, h.shape) for name, h in incoming.headers.items()))
-    if key not in plans:
-        plans.clear()  # another set of tensors: the old one does not come back
-        plans[key] = record_plan(model, incoming.headers, Proof(model).target_of, {})
-    return plans[key]
+    """Return how vLLM loads tensors into a model before it packs any layer."""
+    return get_plan(
+        incoming.worker,
+        "loading",
+        incoming.headers,
+        lambda: record_plan(model, incoming.headers, Proof(model).target_of, {}),
+    )
 
 
 def _refuse_without_memory(changes: Changes, device: torch.device) -> None:

@@ -232,10 +232,10 @@ def _flat(values: Values, what: str) -> _Floats:
         raise UsageError(f"Some of {what} are not numbers: {error}.") from error
 
 
-def _check_length(got: int, wanted: int, what: str) -> None:
-    if got != wanted:
+def _check_length(actual: int, wanted: int, what: str) -> None:
+    if actual != wanted:
         raise UsageError(
-            f"There are {wanted} log-probs of the trainer and {got} {what}.",
+            f"There are {wanted} log-probs of the trainer and {actual} {what}.",
             "Pass one for each token, in the same order.",
         )
 

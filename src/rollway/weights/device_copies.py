@@ -72,7 +72,8 @@ class HostCopier:
     device's current stream: the copies come before it there."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES, *, through_chunks: bool = False) -> None:
-        """`through_chunks` sends tensors in CPU memory the way of those on a GPU."""
+        """Start without chunks. `through_chunks` sends tensors in CPU memory the way of those on a
+        GPU."""
         self._chunk_bytes = chunk_bytes
         self._through_chunks = through_chunks
         self._device = torch.device("cpu")

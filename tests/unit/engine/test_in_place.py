@@ -373,7 +373,7 @@ def test_the_old_version_serves_whichever_allocation_fails(
     monkeypatch.setattr("rollway.engine.staging.read_host_memory", lambda *_: PLENTY)
     model = worker.model_runner.get_model()
     before, host, refusals = parameters_of(model), HostBuffers(), 0
-    in_place.get_plan(worker, headers_of(tensors))  # it is recorded once, on `meta`
+    in_place.plan_in_place(worker, headers_of(tensors))  # it is recorded once, on `meta`
     for failing in itertools.count(1):
         staging = make_staging(worker, FakeReader(tensors), host)
         with monkeypatch.context() as patch, use_ranks():

@@ -107,7 +107,8 @@ class Gate:
         self._set(is_open=True, rejects=False)
 
     def shut(self, *, rejects: bool | None = None) -> None:
-        """`rejects`: whether requests are rejected instead of waiting; None changes nothing."""
+        """Close the gate. `rejects` says whether requests are rejected instead of waiting; None
+        leaves that as it is."""
         self._set(is_open=False, rejects=self._rejects if rejects is None else rejects)
 
     async def admit(self) -> bool:

@@ -92,7 +92,7 @@ class DigestKernel:
     The tensors' addresses must not change."""
 
     def __init__(self, tensors: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> None:
-        """With `targets`, also copy the tensors there; the digests are those of the copies."""
+        """Prepare the digests; with `targets`, also copies there, whose digests they then are."""
         self._device = tensors[0].device
         runs = [make_run(tensor) for tensor in tensors]
         # The table has only addresses, so this keeps the memory of runs that had to be copied.

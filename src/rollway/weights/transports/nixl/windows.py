@@ -252,7 +252,7 @@ class Connections:
     again needs no planning and no registration: its reads only have to be started."""
 
     def __init__(self, agent: Agent, buffers: int) -> None:
-        """With two buffers, even and odd windows alternate."""
+        """Start without peers. With two `buffers`, even and odd windows alternate."""
         self.agent = agent
         self._pools = [Pool(agent) for _ in range(buffers)]
         self._peers: dict[str, tuple[bytes, str]] = {}
