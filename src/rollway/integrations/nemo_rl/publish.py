@@ -221,17 +221,17 @@ class Engine:
 
 class ShardPublishing:
     """Lets a policy worker publish what its rank holds: a base for worker classes
-    (`worker_extension_cls_fqn`), which have `model` and `rank`.
+    (`worker_extension_cls_fqn`), which have `model` and `rank`. `workers` has those of NeMo-RL.
 
-        class Worker(ShardPublishing, DTensorPolicyWorker): ...
+        @ray.remote
+        class Worker(ShardPublishing, DTensorPolicyWorkerV2Impl): ...
     """
 
     model: Any
     rank: int
 
     def list_shards(self) -> Source:
-        """Return what this rank holds: local parts of DTensors. Megatron's workers override it with
-        `rollway.from_megatron`."""
+        """Return what this rank holds: local parts of DTensors."""
         from rollway.weights.sources import from_module
 
         return from_module(self.model)
