@@ -19,7 +19,8 @@ from pydantic import BaseModel
 import rollway
 from rollway.errors import SpecError, UsageError
 from rollway.integrations.nemo_rl import plug, workers
-from rollway.integrations.nemo_rl.config import GenerationConfig
+from rollway.integrations.nemo_rl.config import GenerationConfig, WeightSync
+from rollway.weights.layout import Role
 
 
 class AsyncGrpo(BaseModel, extra="allow"):
@@ -375,3 +376,11 @@ def test_workers_that_publish_shards_are_chosen_by_the_recipe(
     assert module.ACTOR_ENVIRONMENT_REGISTRY[own] == name
     with pytest.raises(AttributeError, match="has no Other"):
         _ = workers.Other
+
+
+def test_roles_of_a_recipe_are_patterns_of_names() -> None:
+    sync = WeightSync(mx_config={"megatron_role_overrides": {"adapter.": "row", "*.x": "column"}})
+    roles = sync.mx_config.megatron_role_overrides
+    assert workers.make_overrides(roles) == {"*adapter.*": Role.ROW, "*.x": Role.COLUMN}
+    with pytest.raises(ValueError, match="qkv_column"):
+        WeightSync(mx_config={"megatron_role_overrides": {"adapter.": "diagonal"}})

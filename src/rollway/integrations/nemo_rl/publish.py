@@ -48,6 +48,8 @@ class PublishOptions:
     fanout: bool = False
     catalog: str = ""
     """For nixl: a catalog that runs elsewhere."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """How Megatron's ranks share parameters that Rollway does not know, by patterns of names."""
 
     def as_plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -229,6 +231,8 @@ class ShardPublishing:
 
     model: Any
     rank: int
+    rollway_roles: Mapping[str, str]
+    """As in `PublishOptions`."""
 
     def list_shards(self) -> Source:
         """Return what this rank holds: local parts of DTensors."""
@@ -251,3 +255,4 @@ class ShardPublishing:
 
     def _open_publisher(self, options: Mapping[str, Any], world: int) -> None:
         self._rollway = RankPublisher(PublishOptions(**options), self.rank, world)
+        self.rollway_roles = options.get("roles", {})

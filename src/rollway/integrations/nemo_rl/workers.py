@@ -16,6 +16,7 @@ from typing import Any
 
 from rollway.integrations.nemo_rl.plug import register_worker_class
 from rollway.integrations.nemo_rl.publish import ShardPublishing
+from rollway.weights.layout import Role
 from rollway.weights.transports.base import Source
 
 _WORKERS = "nemo_rl.models.policy.workers"
@@ -41,7 +42,15 @@ class MegatronShardPublishing(ShardPublishing):
 
         config = AutoConfig.from_pretrained(self.cfg["model_name"]).to_dict()
         names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
-        return from_megatron(self.model, names)
+        return from_megatron(self.model, names, roles=make_overrides(self.rollway_roles))
+
+
+def make_overrides(roles: Mapping[str, str]) -> dict[str, Role]:
+    """Return `megatron_role_overrides` as patterns of names; upstream has parts of names."""
+    return {
+        pattern if set(pattern) & set("*?[") else f"*{pattern}*": Role(role)
+        for pattern, role in roles.items()
+    }
 
 
 def choose_class(policy: Mapping[str, Any]) -> str:
