@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rollway.demo.grpo import GrpoConfig, completion_mask, pad_rows
+from rollway.integrations.nemo_rl.workers import MegatronShardPublishing
 from rollway.weights.megatron.model import MegatronModel
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.megatron.tensors import from_megatron, rank_from_hf, read_rank
-from rollway.weights.transports.base import Source
+from rollway.weights.megatron.tensors import rank_from_hf, read_rank
 from tests.megatron.package import install_megatron
 from tests.megatron.rank import Wrapper, build_model, read_geometry, without_cuda
 from tests.nemo_rl.policy import Rank
@@ -43,11 +43,12 @@ class MegatronScoring(nn.Module):
         return logprobs * completion_mask(completions)
 
 
-class MegatronRank(Rank):
+class MegatronRank(MegatronShardPublishing, Rank):
     """One of the tensor-parallel ranks."""
 
     def __init__(self, rank: int, world: int, port: int, base: Path, config: GrpoConfig) -> None:
         sys.path.insert(0, str(install_megatron()))
+        self.cfg = {"model_name": str(base)}  # as NeMo-RL's workers have it
         super().__init__(rank, world, port, base, config)
 
     def reset(self) -> None:
@@ -62,20 +63,17 @@ class MegatronRank(Rank):
         sizes = {"tp": world, "pp": 1, "ep": 1, "etp": 1, "experts": ""}
         theta = hf["rope_parameters"]["rope_theta"]
         options = {**sizes, "padded_vocab": hf["vocab_size"], "rotary_base": theta}
-        self._wrapped = Wrapper(Wrapper(build_model(options, hf)))
-        self._names = NameMap(hf["model_type"], read_geometry(self._wrapped, hf))
-        layout, tensors = read_rank(self._wrapped, self._names)
+        model = Wrapper(Wrapper(build_model(options, hf)))
+        geometry = read_geometry(model, hf)
+        layout, tensors = read_rank(model, NameMap(hf["model_type"], geometry))
         layouts: list[Any] = [None] * world
         torch.distributed.all_gather_object(layouts, layout)
-        whole = MegatronModel(self._names.geometry, dict(enumerate(layouts)))
+        whole = MegatronModel(geometry, dict(enumerate(layouts)))
         local = rank_from_hf(load_file(self._base / "model.safetensors"), whole, self.rank)
         for name, tensor in tensors.items():
             tensor.copy_(local[name].view_as(tensor))
-        self.model = MegatronScoring(self._wrapped)
+        self.model = MegatronScoring(model)
         self._start_optimizer()
-
-    def list_shards(self) -> Source:
-        return from_megatron(self._wrapped, self._names)
 
     def _clip_gradients(self) -> None:
         """Join what the ranks have of the gradients, as Megatron's `finalize_model_grads` does, and

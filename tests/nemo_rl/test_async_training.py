@@ -108,7 +108,7 @@ class Faults:
     def _start_worker(self) -> None:
         connection = self.generation.connection
         model = {"path": str(self.base_model), "name": connection.model}
-        model["args"] = {**MODEL_ARGS, "max-model-len": 512}
+        model["args"] = MODEL_ARGS  # a frontend leaves out workers with another context length
         spec = {**connection.stack.join_spec, "name": "joiner", "models": [model]}
         self.cleanup.enter_context(rollway.up(spec))
 

@@ -18,8 +18,9 @@ from pydantic import BaseModel
 
 import rollway
 from rollway.errors import SpecError, UsageError
-from rollway.integrations.nemo_rl import plug
-from rollway.integrations.nemo_rl.config import GenerationConfig
+from rollway.integrations.nemo_rl import plug, workers
+from rollway.integrations.nemo_rl.config import GenerationConfig, WeightSync
+from rollway.weights.layout import Role
 
 
 class AsyncGrpo(BaseModel, extra="allow"):
@@ -337,3 +338,49 @@ def test_worker_classes_run_in_the_environment_of_their_base(
     assert module.ACTOR_ENVIRONMENT_REGISTRY["mine.Worker"] == "uv run"
     with pytest.raises(UsageError, match=r"no environment for workers of the class nemo_rl\.Other"):
         plug.register_worker_class("mine.Worker", like="nemo_rl.Other")
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        ({"dtensor_cfg": {"enabled": True}}, "DTensorPolicyWorker"),
+        ({"dtensor_cfg": {"enabled": True, "_v2": True}}, "DTensorPolicyWorkerV2"),
+        ({"megatron_cfg": {"enabled": True}, "dtensor_cfg": None}, "MegatronPolicyWorker"),
+    ],
+)
+def test_workers_that_publish_shards_are_chosen_by_the_recipe(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, policy: dict[str, Any], name: str
+) -> None:
+    module = ModuleType("nemo_rl.distributed.ray_actor_environment_registry")
+    theirs = {f"{module_name}.{key}": key for key, module_name in workers.MODULES.items()}
+    module.ACTOR_ENVIRONMENT_REGISTRY = theirs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for package in ("nemo_rl", "nemo_rl.distributed"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(globals(), "Policy", lambda **options: options)
+    factories: list[Any] = []
+
+    def setup(master_config, tokenizer, dataset, val_dataset, policy_factory=None):  # type: ignore[no-untyped-def]
+        factories.append(policy_factory)
+
+    trainer.setup = setup
+    plug.install(trainer)
+    gathered, sharded = make_recipe(), make_recipe(weight_sync={"method": "shm", "shards": True})
+    sharded.policy |= policy
+    trainer.setup(gathered, None, None, None)
+    trainer.setup(sharded, None, None, None)
+    trainer.setup(sharded, None, None, None, policy_factory=len)
+    own = f"rollway.integrations.nemo_rl.workers.{name}"
+    assert [factories[0], factories[2]] == [None, len]  # the caller's own is left alone
+    assert factories[1](cluster=1) == {"cluster": 1, "worker_extension_cls_fqn": own}
+    assert module.ACTOR_ENVIRONMENT_REGISTRY[own] == name
+    with pytest.raises(AttributeError, match="has no Other"):
+        _ = workers.Other
+
+
+def test_roles_of_a_recipe_are_patterns_of_names() -> None:
+    sync = WeightSync(mx_config={"megatron_role_overrides": {"adapter.": "row", "*.x": "column"}})
+    roles = sync.mx_config.megatron_role_overrides
+    assert workers.make_overrides(roles) == {"*adapter.*": Role.ROW, "*.x": Role.COLUMN}
+    with pytest.raises(ValueError, match="qkv_column"):
+        WeightSync(mx_config={"megatron_role_overrides": {"adapter.": "diagonal"}})

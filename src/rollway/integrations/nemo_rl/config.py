@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 from rollway.config import StackSpec
 from rollway.errors import SpecError, UsageError
 from rollway.plain import SpecPart, describe_error
+from rollway.weights.layout import Role
 
 WHERE = "policy.generation.dynamo_cfg"
 WAYS = ("stack", "frontend_url", "dgd_name")
@@ -80,7 +81,8 @@ class MxConfig(SpecPart):
     nic_pin: str = "auto"
     retain_latest_k: int = Field(default=2, ge=1)
     register_self_buffers: bool = True
-    megatron_role_overrides: dict[str, str] = Field(default_factory=dict)
+    megatron_role_overrides: dict[str, Role] = Field(default_factory=dict)
+    """How ranks share parameters that Rollway does not know, by patterns of Megatron's names."""
 
 
 class WeightSync(SpecPart):

@@ -286,11 +286,17 @@ def _wrap_synchronizers(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_setup(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def setup(*args: Any, **kwargs: Any) -> Any:
-        recipe = inspect.signature(original).bind(*args, **kwargs).arguments["master_config"]
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        recipe = bound.arguments["master_config"]
         if not _is_ours(recipe):
             return original(*args, **kwargs)
         with adapt_recipe(recipe):
-            return original(*args, **kwargs)
+            if bound.arguments.get("policy_factory") is None and _publishes_shards(recipe):
+                from rollway.integrations.nemo_rl.workers import extend_policy
+
+                create = original.__globals__["Policy"]  # what it would take itself
+                bound.arguments["policy_factory"] = extend_policy(create, recipe.policy)
+            return original(*bound.args, **bound.kwargs)
 
     return setup
 
@@ -304,6 +310,10 @@ def _wrap_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*bound.args, **bound.kwargs)
 
     return print_performance_metrics
+
+
+def _publishes_shards(recipe: Any) -> bool:
+    return parse_generation(recipe.policy["generation"]).dynamo_cfg.weight_sync.shards
 
 
 def _is_ours(recipe: Any) -> bool:

@@ -48,6 +48,8 @@ class PublishOptions:
     fanout: bool = False
     catalog: str = ""
     """For nixl: a catalog that runs elsewhere."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """How Megatron's ranks share parameters that Rollway does not know, by patterns of names."""
 
     def as_plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -221,17 +223,19 @@ class Engine:
 
 class ShardPublishing:
     """Lets a policy worker publish what its rank holds: a base for worker classes
-    (`worker_extension_cls_fqn`), which have `model` and `rank`.
+    (`worker_extension_cls_fqn`), which have `model` and `rank`. `workers` has those of NeMo-RL.
 
-        class Worker(ShardPublishing, DTensorPolicyWorker): ...
+        @ray.remote
+        class Worker(ShardPublishing, DTensorPolicyWorkerV2Impl): ...
     """
 
     model: Any
     rank: int
+    rollway_roles: Mapping[str, str]
+    """As in `PublishOptions`."""
 
     def list_shards(self) -> Source:
-        """Return what this rank holds: local parts of DTensors. Megatron's workers override it with
-        `rollway.from_megatron`."""
+        """Return what this rank holds: local parts of DTensors."""
         from rollway.weights.sources import from_module
 
         return from_module(self.model)
@@ -263,3 +267,4 @@ class ShardPublishing:
 
     def _open_publisher(self, options: Mapping[str, Any], world: int) -> None:
         self._rollway = RankPublisher(PublishOptions(**options), self.rank, world)
+        self.rollway_roles = options.get("roles", {})

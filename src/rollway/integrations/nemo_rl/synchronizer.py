@@ -250,6 +250,7 @@ class Synchronizer:
             keep=mx.retain_latest_k,
             fanout=mx.enabled and mx.tree_scale_out,
             catalog=_make_url(mx.mx_server_url) if mx.enabled else "",
+            roles=mx.megatron_role_overrides,
         )
 
 
