@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 8
+STEPS = 14
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "val_temperature": 1.0, "val_top_p": 1.0}
 
 
