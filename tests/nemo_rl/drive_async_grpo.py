@@ -57,7 +57,7 @@ from tests.nemo_rl.recipe import make_recipe  # noqa: E402
 
 DIGITS = 12
 PROMPTS, GENERATIONS = 10, 8
-WARMUP = 5
+WARMUP = 3
 seen: dict[str, Any] = {}
 
 

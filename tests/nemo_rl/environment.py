@@ -14,6 +14,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SOURCE = "ROLLWAY_NEMO_RL_SRC"
 """Environment variable: a checkout of NeMo-RL, which is on no package index."""
+RECIPE = "examples/configs/grpo_math_1B_dynamo.yaml"
+"""NeMo-RL's own recipe for its Dynamo backend, in a checkout."""
 PYTHON = "ROLLWAY_NEMO_RL_PYTHON"
 """Environment variable: the interpreter that has what NeMo-RL imports, if it is not that of
 .venv-nemo-rl."""

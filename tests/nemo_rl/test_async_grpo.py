@@ -11,13 +11,12 @@ import pytest
 
 from tests.children import find_processes_in
 from tests.light.spec import light
-from tests.nemo_rl.environment import find_source, run_script
-from tests.nemo_rl.test_setup import RECIPE
+from tests.nemo_rl.environment import RECIPE, find_source, run_script
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 8
+STEPS = 14
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "val_temperature": 1.0, "val_top_p": 1.0}
 
 

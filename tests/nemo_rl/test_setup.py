@@ -15,10 +15,9 @@ import yaml
 from rollway.integrations.nemo_rl.generation import Generation
 from tests.children import find_processes_in
 from tests.light.spec import light
-from tests.nemo_rl.environment import ROOT, find_source, run_script
+from tests.nemo_rl.environment import RECIPE, ROOT, find_source, run_script
 from tests.waiting import wait_until
 
-RECIPE = "examples/configs/grpo_math_1B_dynamo.yaml"
 OURS = {"weight_versions"}
 EXAMPLES = ROOT / "examples" / "nemo_rl"
 NO_RECIPES = ("base", "deployments")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,37 @@ async def test_turns_are_contiguous_also_when_cut_and_with_reasoning_dropped(
         final = await say(gateway, messages, tools=[TOOL])
         assert tokenized == final["prompt_token_ids"] and tokenized[: len(seen)] == seen
         assert (await gateway.get("/v1/rollway/sessions"))[1]["sessions"] == {}  # Gym keeps them
+
+
+@pytest.mark.soak
+async def test_five_hundred_rollouts_are_contiguous(tmp_path: Path) -> None:
+    """Answers of a scripted frontend; tests/stack/test_nemo_rl_gym.py has those of an engine."""
+    kinds: Counter[str] = Counter()
+
+    async def run(gateway: Service, number: int) -> None:
+        choice, seen = random.Random(number), list[int]()
+        messages: list[Any] = [{"role": "user", "content": f"add {number} {number % 7}"}]
+        for _ in range(choice.randint(3, 6)):
+            limit = choice.choice((1, 2, 8, 40))
+            message = await say(gateway, messages, max_tokens=limit, tools=[TOOL])
+            assert seen == message["prompt_token_ids"][: len(seen)]
+            seen = message["prompt_token_ids"] + message["generation_token_ids"]
+            kinds["cut"] += len(message["generation_token_ids"]) == limit
+            if choice.random() < 0.5:
+                kinds["reasoned"] += 1
+                message = {**message, "content": "<think>\nthe tide\n</think>\n\nok"}
+            role = choice.choice(("user", "tool"))
+            kinds[role] += 1
+            messages += [message, {"role": role, "content": f"{number} and then"}]
+            kinds["turns"] += 1
+        kinds["rollouts"] += 1
+
+    async with serve_gateway(tmp_path, template=REASONING, **GYM) as gateway:
+        for first in range(0, 500, 50):
+            await asyncio.gather(*(run(gateway, number) for number in range(first, first + 50)))
+    print(dict(kinds))
+    assert kinds["rollouts"] == 500 and kinds["turns"] > 1500
+    assert min(kinds[name] for name in ("cut", "reasoned", "user", "tool")) > 100
 
 
 async def test_a_history_that_was_changed_is_refused_with_the_first_token(tmp_path: Path) -> None:
