@@ -20,8 +20,8 @@ from rollway.integrations.nemo_rl.publish import ShardPublishing
 from rollway.integrations.nemo_rl.synchronizer import Synchronizer
 from tests.conftest import Footprint
 from tests.light.spec import ROOT, light
+from tests.stack.nemo_rl import make_batch, make_config
 from tests.stack.policies import Policy
-from tests.stack.test_nemo_rl import make_batch, make_config
 from tests.unit.weights.nixl_pieces import nixl
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
