@@ -87,10 +87,9 @@ def test_a_rank_killed_while_it_publishes_is_named_at_once(
         assert synchronizer.sync_weights()["workers"] == 2
         ray.get(group.workers[victim].die_at_the_next_version.remote())
         began = time.monotonic()
-        with pytest.raises(RollwayError, match=r"failed in `publish`.*ActorDied") as raised:
+        with pytest.raises(RollwayError, match=rf"failed in `publish`: rank {victim} is dead"):
             synchronizer.sync_weights()
         assert time.monotonic() - began < 60.0
-        assert f"rank {victim}" in str(raised.value)
         assert synchronizer.is_stale
         # No worker was touched: all serve the version before.
         output = generation.generate(make_batch([1, 2, 3], [4, 5, 6]))

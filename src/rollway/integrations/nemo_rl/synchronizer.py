@@ -300,8 +300,8 @@ def _make_url(place: str) -> str:
 
 
 def _get_from_ray(refs: list[Any], deadline: float | None) -> list[Any]:
-    """Return what all ranks answer, or raise the first failure at once: `ray.get` would wait for
-    ranks that wait for the dead one."""
+    """Return what all ranks answer, or raise the first failure at once, with the rank that died or
+    those that are late."""
     import ray
 
     pending = list(refs)
