@@ -196,7 +196,9 @@ class Synchronizer:
     async def _run_refit(self, version: int, offer: Offer, began: float) -> RefitReport:
         connection, dynamo = self._generation.connection, self._generation.dynamo_cfg
         left = None if self._seconds is None else self._seconds - (time.monotonic() - began)
-        known = await connection.fleet.workers(fresh=False)
+        known: list[Worker] = []
+        with contextlib.suppress(RollwayError):  # the refit lists them again, and has patience
+            known = await connection.fleet.workers(fresh=False)
         refit = asyncio.create_task(
             connection.stack.refit(
                 version, offer, model=connection.model, mode=dynamo.refit_mode, allow_cast=True
