@@ -217,7 +217,7 @@ class Synchronizer:
         raise RollwayError(
             f"The refit to version {version} took longer than {self._seconds:g} s.{silent}",
             "Workers in doubt stay paused. Raise refit_timeout_s, or see `rollway fleet ls`.",
-        )
+        ) from (None if refit.cancelled() else refit.exception())
 
     async def _list_silent(self, known: list[Worker]) -> str:
         """Return a sentence that names the workers that do not answer; "" if all do."""
@@ -260,11 +260,13 @@ class Synchronizer:
 
     def _cancel(self) -> None:
         """Tell the ranks to stop sending. What failed before is the cause, not this."""
-        self._deadline = time.monotonic() + _CANCEL_SECONDS
+        deadline, self._deadline = self._deadline, time.monotonic() + _CANCEL_SECONDS
         try:
             self._call("cancel")
         except RollwayError as error:
             log.warning("the policy's ranks were not all told to stop: %s", error.message)
+        finally:
+            self._deadline = deadline  # the next try has what is left of the refit's time
 
     def _make_options(self) -> PublishOptions:
         connection, mx = self._generation.connection, self._sync.mx_config
