@@ -44,7 +44,7 @@ LEAVES = [
         ["bench", name]
         for name in ("fleet", "refit", "rollout", "gateway", "plan", "gpu", "gpu-engine")
     ),
-    *(["bench", name] for name in ("disaggregated", "exactness", "ray", "router")),
+    *(["bench", name] for name in ("disaggregated", "exactness", "nemo-rl", "ray", "router")),
     ["bench", "verl"],
 ]
 

@@ -25,10 +25,12 @@ class FakeStack:
         self.receivers = [2]
         self.refits: list[int] = []
         self.outcome: Callable[[], Coroutine[Any, Any, None]] | None = None
-        worker = SimpleNamespace(admin_url="http://127.0.0.1:9", world_size=1)
+        worker = SimpleNamespace(
+            admin_url="http://127.0.0.1:9", world_size=1, instance_id=1, error=None
+        )
         self.versions = SimpleNamespace(newest=None)
 
-        async def workers() -> list[Any]:
+        async def workers(fresh: bool = True) -> list[Any]:
             return [worker]
 
         async def read_versions() -> dict[int, int]:

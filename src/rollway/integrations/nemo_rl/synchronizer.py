@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollway.errors import RollwayError, UsageError
+from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
 from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
@@ -28,6 +29,7 @@ from rollway.weights.offer import Offer, parse_offer
 log = logging.getLogger(__name__)
 
 _TRIES = 2
+_LISTING_SECONDS = 15.0
 _NEW_WEIGHTS = ""
 """Stands for weights that no version names yet."""
 _CANCEL_SECONDS = 10.0
@@ -194,16 +196,44 @@ class Synchronizer:
     async def _run_refit(self, version: int, offer: Offer, began: float) -> RefitReport:
         connection, dynamo = self._generation.connection, self._generation.dynamo_cfg
         left = None if self._seconds is None else self._seconds - (time.monotonic() - began)
+        known: list[Worker] = []
+        with contextlib.suppress(RollwayError):  # the refit lists them again, and has patience
+            known = await connection.fleet.workers(fresh=False)
+        refit = asyncio.create_task(
+            connection.stack.refit(
+                version, offer, model=connection.model, mode=dynamo.refit_mode, allow_cast=True
+            )
+        )
+        silent = ""
         try:
-            async with asyncio.timeout(left):
-                return await connection.stack.refit(
-                    version, offer, model=connection.model, mode=dynamo.refit_mode, allow_cast=True
-                )
-        except TimeoutError as error:
-            raise RollwayError(
-                f"The refit to version {version} took longer than {self._seconds:g} s.",
-                "Workers in doubt stay paused. Raise refit_timeout_s, or see `rollway fleet ls`.",
-            ) from error
+            if (await asyncio.wait({refit}, timeout=left))[0]:
+                return refit.result()
+            silent = await self._list_silent(known)  # before a worker in doubt is replaced
+        finally:
+            refit.cancel()
+            await asyncio.gather(refit, return_exceptions=True)
+        if not refit.cancelled() and refit.exception() is None:
+            return refit.result()  # it was done when the deadline came
+        raise RollwayError(
+            f"The refit to version {version} took longer than {self._seconds:g} s.{silent}",
+            "Workers in doubt stay paused. Raise refit_timeout_s, or see `rollway fleet ls`.",
+        ) from (None if refit.cancelled() else refit.exception())
+
+    async def _list_silent(self, known: list[Worker]) -> str:
+        """Return a sentence that names the workers that do not answer; "" if all do."""
+        try:
+            async with asyncio.timeout(_LISTING_SECONDS):
+                listed = await self._generation.connection.fleet.workers()
+        except (RollwayError, TimeoutError) as error:
+            return f" The workers cannot be listed: {error or 'the listing does not answer'}."
+        # A listing has no address for a worker that does not answer.
+        names = {worker.instance_id: str(worker) for worker in known}
+        silent = [
+            names.get(worker.instance_id, str(worker))
+            for worker in listed
+            if worker.error is not None
+        ]
+        return f" No answer from {', '.join(silent)}." if silent else ""
 
     def _call(self, method: str, **kwargs: Any) -> list[Any]:
         """Call every rank of the policy, and return their answers.
@@ -222,18 +252,21 @@ class Synchronizer:
         except RollwayError:
             raise
         except Exception as error:
+            cause = str(error) or type(error).__name__
             raise RollwayError(
-                f"The policy's ranks failed in `{method}`: {type(error).__name__}: {error}",
+                f"The policy's ranks failed in `{method}`: {cause}.",
                 "Look at the logs of NeMo-RL's policy workers.",
             ) from error
 
     def _cancel(self) -> None:
         """Tell the ranks to stop sending. What failed before is the cause, not this."""
-        self._deadline = time.monotonic() + _CANCEL_SECONDS
+        deadline, self._deadline = self._deadline, time.monotonic() + _CANCEL_SECONDS
         try:
             self._call("cancel")
         except RollwayError as error:
             log.warning("the policy's ranks were not all told to stop: %s", error.message)
+        finally:
+            self._deadline = deadline  # the next try has what is left of the refit's time
 
     def _make_options(self) -> PublishOptions:
         connection, mx = self._generation.connection, self._sync.mx_config
@@ -272,8 +305,8 @@ def _make_url(place: str) -> str:
 
 
 def _get_from_ray(refs: list[Any], deadline: float | None) -> list[Any]:
-    """Return what all ranks answer, or raise the first failure at once: `ray.get` would wait for
-    ranks that wait for the dead one."""
+    """Return what all ranks answer, or raise the first failure at once, with the rank that died or
+    those that are late."""
     import ray
 
     pending = list(refs)
@@ -283,5 +316,10 @@ def _get_from_ray(refs: list[Any], deadline: float | None) -> list[Any]:
         if not done:
             late = ", ".join(str(refs.index(ref)) for ref in pending)
             raise TimeoutError(f"ranks that did not answer in time: {late}")
-        ray.get(done)
+        try:
+            ray.get(done)
+        except ray.exceptions.RayActorError as error:
+            # Ray's own text is a page, and does not know the rank.
+            rank = refs.index(done[0])
+            raise RuntimeError(f"rank {rank} is dead ({type(error).__name__})") from error
     return list(ray.get(refs))
