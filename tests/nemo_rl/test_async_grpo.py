@@ -20,15 +20,15 @@ STEPS = 14
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "val_temperature": 1.0, "val_top_p": 1.0}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["pause-all", "in-flight"])
-def seen(request: Any, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    spec = light(base_model, f"nemo-train-{int(request.param)}")
+@pytest.fixture(scope="module")
+def seen(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    spec = light(base_model, "nemo-train")
     question = {
         "config": str(find_source() / RECIPE),
         "stack": spec | {"python": sys.executable},
         "model": str(base_model),
         "steps": STEPS,
-        "in_flight": request.param,
+        "in_flight": False,
         "generation": {"max_new_tokens": 12, **SAMPLING},
         "vllm_cfg": {"max_model_len": 512},
         "policy": {"train_global_batch_size": 80, "make_sequence_length_divisible_by": 1},
@@ -68,5 +68,5 @@ def test_every_step_refits_and_trains_on_what_was_served(seen: Any) -> None:
 
 def test_it_learns(seen: Any) -> None:
     rewards = seen["rewards"]
-    print([round(each, 3) for each in rewards], max(seen["mismatches"]), seen["rollouts"])
-    assert sum(rewards[-2:]) > 1.3 * sum(rewards[:2]), rewards
+    print([round(each, 3) for each in rewards], max(seen["mismatches"]))
+    assert sum(rewards[-2:]) > 2 * sum(rewards[:2]), rewards
