@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from rollway.engine.incoming import reader_for
+from rollway.engine.incoming import get_reader
 from rollway.engine.prime_rl_broadcast import PrimeRlBroadcastReader
 from rollway.weights.checkpoint import read_headers
 from rollway.weights.offer import Offer
@@ -57,7 +57,7 @@ class Broadcasts:
     def _receive(self, offer: Offer, stage: Callable[[Path], None], tell: str) -> None:
         state: State
         try:
-            reader = reader_for(offer, self._readers)
+            reader = get_reader(offer, self._readers)
             reader.headers(offer)
             tensors = {name: tensor.clone() for name, tensor in reader.tensors(offer)}
             path = Path(self._directory.name) / offer.identity
