@@ -12,6 +12,7 @@ from tests.waiting import has_become
 RUN = "ROLLWAY_TEST_RUN"
 """Every process that this pytest process starts inherits its id. Two run side by side under xdist,
 and neither may be blamed for what the other uses."""
+_ENTRY = f"{RUN}=".encode()
 UNATTRIBUTED = {"shared memory", "scratch"}
 """A file that no process holds open could be anybody's."""
 SECONDS_OF_OTHERS = 10.0
@@ -67,15 +68,15 @@ def _look(foreign: set[int]) -> dict[str, set[str]]:
 
 def _foreign_pids() -> set[int]:
     """Return the processes that carry another run's id, and the other processes of pytest."""
-    own = f"{RUN}={os.getpid()}".encode()
+    own = str(os.getpid()).encode()
     foreign = _other_test_processes()
     for path in Path("/proc").iterdir():
-        if path.name.isdigit() and path.name != str(os.getpid()):
+        if path.name.isdigit() and path.name.encode() != own:
             entries = _read(path / "environ").split(b"\0")
-            if any(entry.startswith(f"{RUN}=".encode()) for entry in entries) and (
-                own not in entries
-            ):
-                foreign.add(int(path.name))
+            runs = {entry.partition(b"=")[2] for entry in entries if entry.startswith(_ENTRY)}
+            if runs and own not in runs:
+                # The id is the pid of that run, whose own environment does not show it.
+                foreign |= {int(path.name), *map(int, runs)}
     return foreign
 
 
