@@ -76,7 +76,7 @@ def _foreign_pids() -> set[int]:
             runs = {entry.partition(b"=")[2] for entry in entries if entry.startswith(_ENTRY)}
             if runs and own not in runs:
                 # The id is the pid of that run, whose own environment does not show it.
-                foreign |= {int(path.name), *map(int, runs)}
+                foreign |= {int(path.name), *(int(run) for run in runs if run.isdigit())}
     return foreign
 
 

@@ -51,3 +51,21 @@ def test_a_process_of_another_run_that_starts_during_the_look_is_not_blamed(
     finally:
         other.kill()
         other.communicate()
+
+
+def test_another_run_is_known_by_the_processes_that_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel shows the environment of a process's start: a pytest process has no id there."""
+    run = subprocess.Popen([sys.executable, "-c", LISTEN, str(FIRST)], stdout=subprocess.PIPE)
+    monkeypatch.setenv(footprint.RUN, str(run.pid))
+    child = subprocess.Popen([sys.executable, "-c", LISTEN, str(FIRST)], stdout=subprocess.PIPE)
+    monkeypatch.undo()
+    try:
+        assert run.stdout is not None and run.stdout.readline()
+        assert child.stdout is not None and child.stdout.readline()
+        assert {run.pid, child.pid} <= footprint._foreign_pids()
+    finally:
+        for process in (run, child):
+            process.kill()
+            process.communicate()
