@@ -164,8 +164,16 @@ def check_none_old(generation: Generation, old: Policy, step: str) -> None:
 # --- workers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("env", [ORDERS, {}], ids=["orders", "calls"])
-@pytest.mark.parametrize("step", ["preflight", "update"])
+@pytest.mark.parametrize(
+    ("step", "env"),
+    [
+        pytest.param("update", ORDERS, id="update-orders"),
+        pytest.param("preflight", {}, id="preflight-calls"),
+        # Half a minute each, most of it deadlines that pass.
+        pytest.param("preflight", ORDERS, id="preflight-orders", marks=pytest.mark.soak),
+        pytest.param("update", {}, id="update-calls", marks=pytest.mark.soak),
+    ],
+)
 def test_a_worker_that_hangs_in_a_load_is_named_and_serves_nothing_old(
     base_model: Path,
     policies: list[Policy],
