@@ -6,9 +6,8 @@ vLLM's own loader makes of the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Barrier
 
@@ -18,8 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, debug, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from rollway.engine import in_place
@@ -37,6 +35,7 @@ from rollway.weights.transports.nixl.catalog_http import CatalogServer
 from rollway.weights.transports.shm import ShmPublisher, ShmReader, join_offers
 from tests.unit.engine.staging import parameters_of, stage
 from tests.unit.engine.vllm_models import Tensors, create_model, create_worker, use_ranks
+from tests.unit.weights.fake_ranks import use_fake_rank
 from tests.unit.weights.megatron_shards import held_by_ranks
 from tests.unit.weights.nixl_pieces import nixl
 from tests.unit.weights.nixl_source import WORD
@@ -55,19 +54,6 @@ _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "
 _COLUMNS = ("o_proj", "down_proj")
 
 Ranks = list[list[HeldTensor]]
-
-
-@contextmanager
-def _use_fake_rank(rank: int, world: int) -> Iterator[None]:
-    """Be one rank of a group that sends nothing: sharding needs nothing sent."""
-    torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-        # torch remembers results by meshes that look alike, and with them the rank before.
-        debug._clear_sharding_prop_cache()
-        debug._clear_fast_path_sharding_prop_cache()
 
 
 def _shard(model: nn.Module, sizes: tuple[int, int]) -> None:
@@ -92,7 +78,7 @@ def dtensors() -> dict[tuple[str, str], Ranks]:
         for name, sizes in MESHES.items():
             world = sizes[0] * sizes[1]
             for rank in range(world):
-                with _use_fake_rank(rank, world):
+                with use_fake_rank(rank, world):
                     model = AutoModelForCausalLM.from_pretrained(DATA / f"hf_{kind}")
                     _shard(model, sizes)
                     held = shards.setdefault((kind, name), [])

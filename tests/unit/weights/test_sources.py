@@ -6,8 +6,7 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -22,17 +21,16 @@ from torch.distributed.tensor import (
     Partial,
     Replicate,
     Shard,
-    debug,
     distribute_tensor,
 )
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollway.errors import UsageError
 from rollway.weights.fused_experts import find_fused, split_experts
 from rollway.weights.layout import Box, check_covered
 from rollway.weights.sources import HeldTensor, dtensor_box, from_module
+from tests.unit.weights.fake_ranks import use_fake_rank
 
 
 class Tiny(nn.Module):
@@ -51,22 +49,10 @@ class Tiny(nn.Module):
         return self.down(self.up(self.norm(x)))
 
 
-@contextmanager
-def _rank(rank: int, world: int) -> Iterator[None]:
-    torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-        # torch remembers results by meshes that look alike, and with them the rank before.
-        debug._clear_sharding_prop_cache()
-        debug._clear_fast_path_sharding_prop_cache()
-
-
 def _held_by_all(world: int, shard: Callable[[nn.Module], nn.Module]) -> list[list[HeldTensor]]:
     everyone = []
     for rank in range(world):
-        with _rank(rank, world):
+        with use_fake_rank(rank, world):
             everyone.append(from_module(shard(Tiny())))
     return everyone
 
@@ -142,7 +128,7 @@ def test_fsdp_over_tensor_parallel_is_read_as_blocks() -> None:
 
     everyone = []
     for rank in range(4):
-        with _rank(rank, 4):
+        with use_fake_rank(rank, 4):
             model = shard(Tiny())
             held = [h for h in from_module(model) if h.shard.name.startswith(("up", "down"))]
             assert any(hasattr(p, "split_factor") for p in model.up.weight.placements)
@@ -244,7 +230,7 @@ def test_experts_have_the_names_of_their_checkpoint(axis: int, world: int) -> No
     joined = {name: torch.full_like(tensor, -1.0) for name, tensor in truth.items()}
     boxes: dict[str, list[Box]] = {}
     for rank in range(world):
-        with _rank(rank, world):
+        with use_fake_rank(rank, world):
             mesh, copy = init_device_mesh("cpu", (world,)), deepcopy(model)
             inner = copy.model.layers[0].mlp.experts
             for name, parameter in list(inner.named_parameters()):
@@ -292,7 +278,7 @@ def test_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("full_tensor() gathers")
 
     monkeypatch.setattr(DTensor, "full_tensor", forbidden)
-    with _rank(1, 2):
+    with use_fake_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         model = nn.Module()
         whole = torch.arange(6.0).view(3, 2)

@@ -103,7 +103,7 @@ class WeightSync(SpecPart):
     def _rename(cls, method: Any) -> Any:
         if method == "nccl":
             # vLLM 0.23, which NeMo-RL pins, wants `is_checkpoint_format` at the start of an update
-            # and `packed` in it; the vLLM of today's Dynamo refuses both.
+            # and `packed` in it; the methods of today's vLLM take neither.
             raise ValueError(
                 "nccl, NeMo-RL's own wire to workers without Rollway's extension, is not built: "
                 "its messages differ between versions of vLLM; give the workers the extension, and "
