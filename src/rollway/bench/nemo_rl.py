@@ -60,6 +60,10 @@ class NemoRlBench:
     build_model: Callable[[], Path]
     """Returns the demo's model, for traffic."""
     say: Say
+    workers: int = 2
+    """The number of workers, for traffic."""
+    tokens: int = 32
+    """The length of each answer, for traffic."""
     figures: Figures = field(default_factory=dict)
 
     def run(self, parts: Sequence[str] = PARTS) -> None:
@@ -79,7 +83,10 @@ class NemoRlBench:
                 from rollway.bench.nemo_rl_traffic import measure_traffic
 
                 traffic = [part for part in parts if part in ("gym", "sampler")]
-                measure_traffic(self.build_model(), self.say, self.figures, traffic)
+                measure_traffic(
+                    self.build_model(), self.say, self.figures, traffic,
+                    workers=self.workers, tokens=self.tokens,
+                )  # fmt: skip
 
     def as_json(self) -> Figures:
         limits = {name: f"{word} {limit:g}" for name, (word, limit) in LIMITS.items()}

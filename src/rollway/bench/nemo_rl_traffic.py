@@ -1,6 +1,6 @@
 """Measure what the gateway of a run costs NeMo-Gym, and what the sampler costs rollouts.
 
-Two vLLM workers with the demo's model. Gym's agents have two turns each; what an answer's message
+vLLM workers with the demo's model. Gym's agents have two turns each; what an answer's message
 holds goes back with the next turn, as Gym sends it.
 """
 
@@ -25,7 +25,8 @@ from rollway.integrations.nemo_rl.metrics import Sampler
 
 IN_FLIGHT = 256
 GYM_ROUNDS, SAMPLER_ROUNDS = 5, 20
-_TURNS, _TOKENS = 2, 32
+WORKERS, TOKENS = 2, 32
+_TURNS = 2
 _IDLE_SECONDS = 10.0
 _ARGS = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 128}
 _KEY = {"authorization": "Bearer dummy_key"}
@@ -35,14 +36,22 @@ class _Batch(UserDict[str, Any]):
     """Stands in for NeMo-RL's BatchedDataDict."""
 
 
-def measure_traffic(model: Path, say: Say, figures: dict[str, Any], parts: Sequence[str]) -> None:
-    """Measure `gym` and `sampler` on one stack."""
-    say("traffic: starting two vLLM workers")
-    config = make_config(model, "bench-nemo-rl-traffic", _ARGS, 2)
-    generation = Generation(None, {**config, "max_new_tokens": _TOKENS})
+def measure_traffic(
+    model: Path,
+    say: Say,
+    figures: dict[str, Any],
+    parts: Sequence[str],
+    *,
+    workers: int = WORKERS,
+    tokens: int = TOKENS,
+) -> None:
+    """Measure `gym` and `sampler` on one stack; answers have this many tokens."""
+    say(f"traffic: starting vLLM workers ({workers})")
+    config = make_config(model, "bench-nemo-rl-traffic", _ARGS, workers)
+    generation = Generation(None, {**config, "max_new_tokens": tokens})
     try:
         if "gym" in parts:
-            _measure_gym(generation, model, say, figures.setdefault("gym", {}))
+            _measure_gym(generation, model, say, figures.setdefault("gym", {"tokens": tokens}))
         if "sampler" in parts:
             _measure_sampler(generation, say, figures.setdefault("sampler", {}))
     finally:
@@ -85,7 +94,10 @@ def _measure_gym(generation: Generation, model: Path, say: Say, figures: dict[st
     urls = {"gateway": server.url, "frontend": f"{address.frontend_url}/v1"}
 
     def run(arm: str) -> Callable[[int], float]:
-        return lambda number: asyncio.run(_run_agents(urls[arm], address.model, arm, number))
+        tokens = figures["tokens"]
+        return lambda number: asyncio.run(
+            _run_agents(urls[arm], address.model, tokens, f"{arm} {number}")
+        )
 
     def keep(rounds: list[dict[str, float]]) -> None:
         figures.update(in_flight=IN_FLIGHT, **compare_rates(rounds, "gateway", "frontend"))
@@ -99,8 +111,9 @@ def _measure_gym(generation: Generation, model: Path, say: Say, figures: dict[st
         server.close()
 
 
-async def _run_agents(url: str, model: str, arm: str, number: int) -> float:
+async def _run_agents(url: str, model: str, answer_tokens: int, run: str) -> float:
     """Run agents that are all in flight at once; return the tokens per second."""
+    is_straight = run.startswith("frontend")
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=600.0)
     async with aiohttp.ClientSession(connector=connector, headers=_KEY, timeout=timeout) as http:
@@ -110,10 +123,10 @@ async def _run_agents(url: str, model: str, arm: str, number: int) -> float:
             tokens = 0
             for turn in range(_TURNS):
                 # A start of its own for each agent: no arm finds the other's prompts in a cache.
-                text = f"{arm} {number} {agent}: add {agent} and {turn}"
+                text = f"{run} {agent}: add {agent} and {turn}"
                 messages.append({"role": "user", "content": text})
                 body = {
-                    "model": model, "messages": messages, "max_tokens": _TOKENS,
+                    "model": model, "messages": messages, "max_tokens": answer_tokens,
                     "temperature": 1.0, "top_p": 1.0, "logprobs": True, "ignore_eos": True,
                 }  # fmt: skip
                 async with http.post(f"{url}/chat/completions", json=body) as answer:
@@ -121,7 +134,7 @@ async def _run_agents(url: str, model: str, arm: str, number: int) -> float:
                     reply = await answer.json()
                 tokens += int(reply["usage"]["completion_tokens"])
                 message = reply["choices"][0]["message"]
-                if arm == "frontend":  # it knows no other fields
+                if is_straight:  # it knows no other fields
                     message = {"role": "assistant", "content": message.get("content") or ""}
                 messages.append(message)
             return tokens

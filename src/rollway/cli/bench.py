@@ -246,7 +246,8 @@ def nemo_rl(options: argparse.Namespace) -> int:
     parts = _read_parts(options, PARTS) or PARTS
     if set(parts) != {"bytes"}:
         require("torch", "transformers", "vllm", "dynamo")
-    bench, code = NemoRlBench(_build_demo_model, print_progress), 0
+    bench = NemoRlBench(_build_demo_model, print_progress, options.workers, options.tokens)
+    code = 0
     try:
         bench.run(parts)
     except KeyboardInterrupt:

@@ -319,6 +319,8 @@ def _add_bench_commands(add: Add) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
     parser = add("nemo-rl", "bench:nemo_rl", "refits, gym traffic and metrics as NeMo-RL has them")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
+    parser.add_argument("--workers", type=int, default=2, help="of gym and sampler (default 2)")
+    parser.add_argument("--tokens", type=int, default=32, help="of an answer (default 32)")
     parser = add("refit", "bench:refit", "load new weights into a worker, over every transport")
     parser.add_argument("--megabytes", type=int, default=520, help="size of the model")
     text = "only these (and stock)"
