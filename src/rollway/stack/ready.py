@@ -31,6 +31,7 @@ WARM_UP_SECONDS = 600.0
 LOST_SECONDS = 15.0
 JOIN_SECONDS = 60.0
 UNSERVED_SECONDS = 60.0
+REFUSED_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _CONNECT_SECONDS = 0.1
 _LISTING_SECONDS = 3.0
@@ -256,9 +257,10 @@ class ServingCheck:
 
     async def warm_up(self, worker: ProcessPlan, instance: int) -> None:
         """Have this worker answer one request of each kind; raise `RolloutError` if its answers
-        stay wrong."""
+        stay wrong, and `StartError` if the frontend keeps refusing requests for it."""
         for sampling in _WARM_UPS:
             untrusted = 0
+            refused_since = None
             while True:
                 try:
                     await self._request(worker, instance, sampling)
@@ -267,6 +269,18 @@ class ServingCheck:
                     # The frontend answers 404 or 400 for a moment after it has listed a model, and
                     # not at all while it restarts. The caller limits the time.
                     self._report(worker, "warming up", error.message)
+                    if not isinstance(error, RequestFailed) or error.status >= 500:
+                        refused_since = None
+                    elif refused_since is None:
+                        refused_since = time.monotonic()
+                    elif time.monotonic() - refused_since > REFUSED_SECONDS:
+                        raise StartError(
+                            f"The frontend lists {worker.name} and refuses every request for it: "
+                            f"{error.message}",
+                            "It serves a model's workers only if they agree on how they serve it: "
+                            "give this one the options of the workers that it joins, such as "
+                            "max-model-len.",
+                        ) from error
                 except RolloutError as error:
                     # vLLM with a draft model on CPU was seen to answer its very first request with
                     # a log-prob of null, and never again.

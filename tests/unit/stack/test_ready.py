@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollway.errors import RolloutError, Unreachable
+from rollway.errors import RequestFailed, RolloutError, StartError, Unreachable
 from rollway.ranks import PlacedWorker
 from rollway.stack import ready
 from rollway.stack.plan import ProcessPlan, StackPlan
@@ -42,7 +42,7 @@ class Frontend:
 async def warm_up(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(ready, "_POLL_SECONDS", 0.0)
     plan = SimpleNamespace(frontend_url="http://127.0.0.1:1")
-    worker = SimpleNamespace(model="m", engine="vllm", worker_role="")
+    worker = SimpleNamespace(name="m-1", model="m", engine="vllm", worker_role="")
     details: list[str] = []
 
     def report(worker: Any, state: str, detail: str) -> None:
@@ -66,6 +66,20 @@ async def test_a_worker_whose_answers_stay_wrong_does_not_become_ready(
 ) -> None:
     with pytest.raises(RolloutError, match="log-prob"):
         await warm_up(Frontend(wrong=100), monkeypatch)
+
+
+async def test_a_worker_whose_requests_the_frontend_keeps_refusing_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A joiner with another max-model-len is listed, and every request for it gets a 400."""
+
+    class Refusing:
+        async def post(self, url: str, body: Any, **_: Any) -> dict[str, Any]:
+            raise RequestFailed("HTTP 400: no instance 7", status=400)
+
+    monkeypatch.setattr(ready, "REFUSED_SECONDS", 0.01)
+    with pytest.raises(StartError, match=r"refuses every request for it: HTTP 400.*max-model-len"):
+        await warm_up(Refusing(), monkeypatch)  # type: ignore[arg-type]
 
 
 class RankZero:
