@@ -63,8 +63,8 @@ def connect(address: str | None = None) -> Iterator[None]:
         is_own = _users > 0 or not ray.is_initialized()
         if is_own and _users == 0:
             _open(ray, address)
-        elif address is not None:
-            _check_same_cluster(ray, address)
+        else:
+            _check_connection(ray, address)
         _users += is_own
     try:
         yield
@@ -84,6 +84,7 @@ def _import_ray() -> Any:
 
 
 def _open(ray: Any, address: str | None) -> None:
+    address = address or get_environment_address()
     _check_reachable(address)
     try:
         # A namespace of its own: all lookups name the one they mean.
@@ -126,6 +127,21 @@ def _listens(address: str) -> bool:
     return True
 
 
+def get_environment_address() -> str | None:
+    """Return the address that RAY_ADDRESS names, which Ray uses where it is given none."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def _is_node() -> bool:
+    """Return whether Ray finds a raylet of this machine. A driver needs one; without, Ray looks for
+    it for a minute."""
+    try:
+        from ray._private.services import find_node_ids
+    except ImportError:
+        return True  # another version of Ray, which says itself what it lacks
+    return bool(find_node_ids())
+
+
 def _list_process_addresses() -> set[str]:
     """Return the addresses of clusters whose processes this machine shows, as Ray finds them."""
     try:
@@ -145,7 +161,7 @@ def _make_absent_error(address: str | None) -> UsageError:
 
 def _check_reachable(address: str | None) -> None:
     """Raise unless something listens at the address; Ray itself would try for minutes."""
-    if address is None and "RAY_ADDRESS" not in os.environ:
+    if address in (None, "auto"):
         if _CURRENT_CLUSTER.is_file():
             is_there = has_local_cluster()
         else:
@@ -155,16 +171,27 @@ def _check_reachable(address: str | None) -> None:
             is_there = not seen or any(map(_listens, seen))
         if not is_there:
             raise _make_absent_error(None)
-    if not _is_host_and_port(address):
         return
+    if not _is_host_and_port(address):
+        # Ray would try `ray://` for half a minute, and start a cluster of its own for `local`.
+        raise UsageError(
+            f"`{address}` is not the address of a Ray cluster that Rollway can use.",
+            "Give it as HOST:PORT, which `ray start --head` printed (--on ray=HOST:PORT, or "
+            "RAY_ADDRESS).",
+        )
     host, _, port = (address or "").rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except OSError as error:
         raise UsageError(
             f"There is no Ray cluster at {address}: {error.strerror or error}.",
-            "Give the address that `ray start --head` printed.",
+            "Give the address that `ray start --head` printed (--on ray=HOST:PORT, or RAY_ADDRESS).",
         ) from None
+    if not _is_node():
+        raise UsageError(
+            f"This machine is no node of the Ray cluster at {address}: it runs no raylet.",
+            f"Run the command on a node, or make this one: `ray start --address {address}`.",
+        )
 
 
 def _is_host_and_port(address: str | None) -> bool:
@@ -172,9 +199,17 @@ def _is_host_and_port(address: str | None) -> bool:
     return "://" not in host and bool(host) and port.isdecimal()
 
 
-def _check_same_cluster(ray: Any, address: str) -> None:
+def _check_connection(ray: Any, address: str | None) -> None:
+    """Refuse a connection that leads to another cluster, or that cannot do what Rollway needs."""
+    if ray.util.client.ray.is_connected():
+        raise UsageError(
+            "This process uses Ray Client (ray://), over which Rollway cannot run stacks.",
+            "Run it on a node of the cluster, with `ray.init()` or the address HOST:PORT.",
+        )
+    if address in (None, "auto"):
+        return
     current = ray.get_runtime_context().gcs_address
-    if address != "auto" and not _is_same_address(address, current):
+    if not _is_same_address(str(address), current):
         raise UsageError(
             f"This process is connected to the Ray cluster at {current}, not to {address}.",
             "Leave the address out, or disconnect first: `ray.shutdown()`.",

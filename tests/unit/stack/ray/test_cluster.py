@@ -23,6 +23,8 @@ class Connection:
         self.closed = 0
         monkeypatch.setattr(cluster, "_CURRENT_CLUSTER", Path("/no-cluster"))
         monkeypatch.setattr(cluster, "_list_process_addresses", set)
+        monkeypatch.setattr(cluster, "_is_node", lambda: True)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
         monkeypatch.setattr(ray, "is_initialized", lambda: self.is_open)
         monkeypatch.setattr(ray, "init", self.open)
         monkeypatch.setattr(ray, "shutdown", self.close)
@@ -78,6 +80,52 @@ def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(UsageError, match=f"no Ray cluster at {address}"):
         cluster.connect(address).__enter__()
+
+
+@pytest.mark.parametrize("is_in_environment", [False, True])
+@pytest.mark.parametrize("address", ["10.0.0.1", "local", "ray://10.0.0.1:10001", "10.0.0.1:gcs"])
+def test_what_is_no_address_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, address: str, is_in_environment: bool
+) -> None:
+    """Ray would try the third for half a minute, and start a cluster of its own for `local`."""
+    connection = Connection(monkeypatch, is_open=False)
+    if is_in_environment:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UsageError, match=f"`{address}` is not the address") as failure:
+        cluster.connect(None if is_in_environment else address).__enter__()
+    assert "HOST:PORT" in failure.value.hint and connection.opened == []
+
+
+def test_a_dead_cluster_in_the_environment_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray would try for two minutes, also for a command about stacks of this machine."""
+    connection = Connection(monkeypatch, is_open=False)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(UsageError, match=f"no Ray cluster at {address}") as failure:
+            cluster.connect().__enter__()
+    assert "RAY_ADDRESS" in failure.value.hint and connection.opened == []
+
+
+def test_a_machine_that_is_no_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of Ray needs a raylet beside it; Ray would look for one for a minute."""
+    connection = Connection(monkeypatch, is_open=False)
+    monkeypatch.setattr(cluster, "_is_node", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UsageError, match="This machine is no node") as failure:
+            cluster.connect(address).__enter__()
+    assert f"ray start --address {address}" in failure.value.hint and connection.opened == []
+
+
+def test_a_connection_by_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Connection(monkeypatch, is_open=True)
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(UsageError, match=r"Ray Client .* cannot run stacks"):
+        cluster.connect().__enter__()
 
 
 LIVING, DEAD, KEPT = "a" * 16, "b" * 16, "c" * 16
