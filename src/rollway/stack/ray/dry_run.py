@@ -17,6 +17,7 @@ from rollway.config import StackSpec
 from rollway.ranks import PlacedWorker
 from rollway.stack.locks import FIRST, Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
+from rollway.stack.ray.node_check import get_python
 from rollway.stack.ray.placement import NodeInfo, Placement
 
 COLUMNS = ("process", "replica", "rank", "node", "GPUs", "command")
@@ -100,7 +101,7 @@ def _plan_nodes(
     ports = _ExamplePorts()
     workers = _place_workers(placement, addresses, ports)
     is_spread = len({placement.services, *workers}) > 1
-    fields: dict[str, Any] = {"launcher": "local"}
+    fields: dict[str, Any] = {"launcher": "local", "python": get_python(spec)}
     if is_spread and spec.discovery == "file":
         fields["discovery"] = "etcd"  # a directory is not watched from another machine
     for node in dict.fromkeys([placement.services, *workers]):

@@ -106,10 +106,12 @@ def start(
 
 
 def plan(spec: StackSpec) -> tuple[Placement, list[NodeInfo]]:
-    """Return where the stack would run now."""
+    """Return where the stack would run now; refuse what `start` would refuse before it starts."""
     with cluster.connect(spec.ray.address):
         nodes = cluster.read_nodes()
-        return plan_placement(spec, nodes), nodes
+        placement = plan_placement(spec, nodes)
+        _check_placement(spec, placement)
+        return placement, nodes
 
 
 def _check_placement(spec: StackSpec, placement: Placement) -> None:
@@ -208,7 +210,7 @@ def may_reach_cluster() -> bool:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return True
-    has_address = "RAY_ADDRESS" in os.environ or cluster.has_local_cluster()
+    has_address = bool(cluster.get_environment_address()) or cluster.has_local_cluster()
     return has_address and importlib.util.find_spec("ray") is not None
 
 

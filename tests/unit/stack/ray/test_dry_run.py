@@ -64,6 +64,11 @@ def test_a_replica_over_two_nodes_has_one_endpoint_and_one_meeting() -> None:
     assert rank0.env["DYN_NAMESPACE"] == rank1.env["DYN_NAMESPACE"]
 
 
+def test_the_interpreter_is_the_one_that_the_nodes_would_use() -> None:
+    rows = plan({}, 1, runtime_env={"py_executable": "/opt/engine/bin/python"})
+    assert {row.argv[0] for row in rows.values()} == {"/opt/engine/bin/python"}
+
+
 def test_a_users_kv_events_configuration_is_not_passed_to_headless_ranks() -> None:
     model = {"tensor_parallel": 2, "args": {"kv_events_config": {"own": 1}}}
     rows = plan(model, 1, 1)
@@ -98,3 +103,6 @@ def test_the_command_prints_the_table_or_json(
     refusal = json.loads(capsys.readouterr().out)
     assert refusal["error"] == "PlacementError" and "room for 2" in refusal["message"]
     assert any("tried nodes x ranks" in line for line in refusal["tried"])
+    # What `up` would refuse before it starts anything.
+    assert main([*command, "--set", "runtime_env.working_dir=/w", "--json"]) == 2
+    assert "has `working_dir`" in json.loads(capsys.readouterr().out)["message"]
