@@ -35,6 +35,7 @@ from rollway.stack import plan as planning
 from rollway.stack import workers as stack_workers
 from rollway.stack.locks import Lease
 from rollway.stack.plan import StackPlan, plan_stack
+from rollway.stack.ray.node_check import check_runtime_envs
 from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
 from tests.curator.conftest import ENGINE_PYTHON
 
@@ -99,6 +100,7 @@ def test_I_a_missing_program_is_named_with_its_package(
 def test_J_packages_by_pip_are_not_joined_by_uv() -> None:
     spec = translate(DynamoVLLMModelConfig("org/m", runtime_env={"pip": ["x==1"]}))
     assert spec.models[0].runtime_env == {"pip": ["x==1"]} and spec.runtime_env == {}
+    check_runtime_envs(spec)  # and the launcher takes them: each node is asked for the package
 
 
 def test_K_no_name_is_a_prefix_that_sweeps() -> None:

@@ -117,6 +117,12 @@ def test_wrong_configs_are_value_errors(make_server: MakeServer) -> None:
     with pytest.raises(TypeError, match="accepts DynamoVLLMModelConfig, but got RayServe"):
         make_server(models=[RayServeModelConfig("m")])
 
+    class Special(DynamoVLLMModelConfig):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(TypeError, match="must be the same config type"):
+        make_server(models=[DynamoVLLMModelConfig("a"), Special("b")])
+
 
 def test_no_engine_is_said_before_anything_starts(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
@@ -222,7 +228,7 @@ def test_a_stack_and_keywords_that_contradict(base_model: Path) -> None:
     stack = {**light(base_model, "own"), "frontend": {"port": 8123}}
     with pytest.raises(ValueError, match=r"frontend.port 8123, and the server port 9000"):
         InferenceServer(models=[], backend=RollwayServerConfig(stack=stack), port=9000).start()
-    with pytest.raises(TypeError, match="RollwayServerConfig accepts <none>"):
+    with pytest.raises(TypeError, match=r"takes its models from the stack.* Give models=\[\]"):
         InferenceServer(
             models=[DynamoVLLMModelConfig("m")], backend=RollwayServerConfig(stack=stack)
         )

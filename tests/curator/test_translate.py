@@ -20,6 +20,7 @@ from rollway.integrations.curator.translate import (
     make_fields,
     make_stack_name,
 )
+from rollway.stack.ray.node_check import check_runtime_envs, list_packages
 
 NO_EVENTS = {"enable_kv_cache_events": False}
 
@@ -217,6 +218,10 @@ def test_the_nemotron_parse_server_translates() -> None:
     assert model["runtime_env"] == {"uv": {"packages": ["albumentations==2.0.8"]}}
     assert fields["env"]["DYN_TCP_REQUEST_TIMEOUT"] == "180"
     assert fields["frontend"]["args"] == {"trust-remote-code": True}
+    # Its start is not refused: the nodes are asked for the package.
+    spec = parse_spec({**fields, "launcher": "ray"})
+    check_runtime_envs(spec)
+    assert list_packages(spec) == ["albumentations==2.0.8"]
 
 
 def test_stack_names() -> None:

@@ -64,6 +64,15 @@ class InferenceServer(CuratorServer):  # type: ignore[misc]
             atexit.unregister(self.stop)
             raise
 
+    def _validate_model_configs(self) -> None:
+        if isinstance(self.backend, RollwayServerConfig) and self.models:
+            # A TypeError as in Curator, which says here that the config "accepts <none>".
+            raise TypeError(
+                "RollwayServerConfig takes its models from the stack, but `models` names some, "
+                "too. Give models=[], and name them in the stack."
+            )
+        super()._validate_model_configs()
+
     def _create_backend(self) -> Any:
         return _choose_backend(self) or super()._create_backend()
 

@@ -176,8 +176,8 @@ def _check_reachable(address: str | None) -> None:
         # Ray would try `ray://` for half a minute, and start a cluster of its own for `local`.
         raise UsageError(
             f"`{address}` is not the address of a Ray cluster that Rollway can use.",
-            "Give it as HOST:PORT, which `ray start --head` printed (--on ray=HOST:PORT, or "
-            "RAY_ADDRESS).",
+            "Give the HOST:PORT that `ray start --head` printed, by --on ray=HOST:PORT or "
+            "RAY_ADDRESS.",
         )
     host, _, port = (address or "").rpartition(":")
     try:
@@ -185,7 +185,8 @@ def _check_reachable(address: str | None) -> None:
     except OSError as error:
         raise UsageError(
             f"There is no Ray cluster at {address}: {error.strerror or error}.",
-            "Give the address that `ray start --head` printed (--on ray=HOST:PORT, or RAY_ADDRESS).",
+            "Give the address that `ray start --head` printed, by --on ray=HOST:PORT or "
+            "RAY_ADDRESS.",
         ) from None
     if not _is_node():
         raise UsageError(

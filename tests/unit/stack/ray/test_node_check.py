@@ -51,6 +51,26 @@ def test_what_a_node_lacks_is_named(
     assert cause in problem[0] and fix in problem[1]
 
 
+def test_packages_of_a_runtime_env_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollway installs nothing; Curator's server for PDFs names a package in its own code."""
+    monkeypatch.setattr(node_check, "_has_dynamo", lambda _: True)
+
+    def find_problem(packages: Any) -> node_check.Problem | None:
+        model = {"path": str(tmp_path), "runtime_env": {"uv": packages}}
+        spec = load_spec({"launcher": "ray", "models": [model], "python": sys.executable})
+        needs = node_check.list_needs(spec, runs_services=False, is_spread=False)
+        return node_check.find_problem(needs)
+
+    assert find_problem(["pytest", "Hypothesis>=1", "none; sys_platform == 'win32'"]) is None
+    assert find_problem({"packages": ["pytest>=1"], "uv_pip_install_options": ["--x"]}) is None
+    problem = find_problem(["pytest", "pytest==0.1", "no-such-package"])
+    assert problem is not None
+    assert "has no pytest==0.1 and no no-such-package" in problem[0]
+    assert problem[1].endswith("-m pip install pytest==0.1 no-such-package`.")
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 def test_an_interpreter_without_dynamo_is_named(
     needs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_own: bool

@@ -100,7 +100,21 @@ def test_py_executable_is_the_interpreter_of_the_engines() -> None:
         python(python="/f/python", runtime_env={"py_executable": "/e/python"})
 
 
-def test_packages_that_nobody_would_install_are_refused() -> None:
-    spec = load_spec({"models": [{"path": "org/m", "runtime_env": {"pip": ["x"]}}]})
-    with pytest.raises(SpecError, match="has `pip`, which Rollway does not install"):
+@pytest.mark.parametrize(
+    ("runtime_env", "cause"),
+    [
+        ({"working_dir": "/w"}, "has `working_dir`, which Rollway does not provide"),
+        ({"pip": "requirements.txt"}, "`pip` .* has `requirements.txt`, which is not a package"),
+        ({"uv": ["git+https://host/x"]}, "has `git.*`, which is not a package with a name"),
+        ({"uv": {"packages": [1]}}, "has `1`, which is not a package with a name"),
+    ],
+)
+def test_what_nobody_would_provide_is_refused(runtime_env: dict[str, Any], cause: str) -> None:
+    spec = load_spec({"models": [{"path": "org/m", "runtime_env": runtime_env}]})
+    with pytest.raises(SpecError, match=cause):
         check_runtime_envs(spec)
+
+
+def test_packages_may_be_named() -> None:
+    """Each node is asked whether it has them."""
+    check_runtime_envs(load_spec({"models": [{"path": "org/m", "runtime_env": {"pip": ["x"]}}]}))
