@@ -17,7 +17,12 @@ from typing import Any
 
 import pytest
 from nemo_curator.core import serve as curator
-from nemo_curator.core.serve import DynamoServerConfig, DynamoVLLMModelConfig, RayServeModelConfig
+from nemo_curator.core.serve import (
+    DynamoRouterConfig,
+    DynamoServerConfig,
+    DynamoVLLMModelConfig,
+    RayServeModelConfig,
+)
 from nemo_curator.core.serve.dynamo.backend import DynamoBackend
 from nemo_curator.core.serve.server import _active_servers
 
@@ -114,6 +119,11 @@ def test_a_failed_start_leaves_nothing_and_can_be_repeated(
 def test_wrong_configs_are_value_errors(make_server: MakeServer) -> None:
     with pytest.raises(ValueError, match="At least one"):
         make_server(models=[]).start()
+    with pytest.raises(ValueError, match=r"`request_plane`.*\(got 'quic'\)"):
+        make_server(backend=DynamoServerConfig(request_plane="quic")).start()
+    with pytest.raises(ValueError, match=r"`router.mode`.*\(got 'foo'\)"):
+        router = DynamoRouterConfig(mode="foo")
+        make_server(backend=DynamoServerConfig(router=router)).start()
     with pytest.raises(TypeError, match="accepts DynamoVLLMModelConfig, but got RayServe"):
         make_server(models=[RayServeModelConfig("m")])
 
@@ -220,7 +230,7 @@ def test_an_address_where_nothing_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
     config = RollwayServerConfig(stack=f"http://127.0.0.1:{port}/v1")
-    with pytest.raises(ServerError, match="did not all appear at"):
+    with pytest.raises(ServerError, match="No model appeared at"):
         InferenceServer(models=[], backend=config, health_check_timeout_s=1).start()
 
 
@@ -232,10 +242,12 @@ def test_a_stack_and_keywords_that_contradict(base_model: Path) -> None:
         InferenceServer(
             models=[DynamoVLLMModelConfig("m")], backend=RollwayServerConfig(stack=stack)
         )
-    with pytest.raises(UsageError, match="names no stack"):
-        RollwayServerConfig()
-    with pytest.raises(ValueError, match="not an address that Curator's server can name"):
-        InferenceServer(models=[], backend=RollwayServerConfig(stack="https://host:1")).start()
+    for nothing in ("", None, 3):
+        with pytest.raises(UsageError, match="names no stack"):
+            RollwayServerConfig(nothing)
+    for address in ("https://host:1", "http://:80", "http://host:99999"):
+        with pytest.raises(ValueError, match="not an address that Curator's server can name"):
+            InferenceServer(models=[], backend=RollwayServerConfig(stack=address)).start()
     with pytest.raises(UsageError, match=r"no file no-such\.yaml"):
         InferenceServer(models=[], backend=RollwayServerConfig(stack="no-such.yaml")).start()
 

@@ -126,10 +126,14 @@ def test_the_command_line_reaches_a_stack_from_any_driver(
     (status,) = json.loads(cli("status", "cli", "--json").stdout)["stacks"]
     assert len(status["weight_versions"]) == 2
     assert cli("logs", "cli", "frontend", "-n", "3").stdout
+    follow = "from rollway.cli import main; raise SystemExit(main(['logs', 'cli', 'tiny-1', '-f']))"
+    follower = spawn_driver(follow)
+    assert follower.stdout is not None and follower.stdout.readline()  # from whichever node has it
     ls = json.loads(cli("fleet", "ls", "cli", "--json").stdout)
     assert len(ls["workers"]) == 2
     down = cli("down", "cli", "--json", "--quiet")
     assert json.loads(down.stdout)["stopped"] == ["cli"], down.stderr
+    assert follower.wait(60) == 0  # it ends with the stack
     assert list_left() == {}
     assert footprint.settle() == {}
 

@@ -94,9 +94,15 @@ class RollwayBackend:
             stack.stop()
 
     def _make_spec(self, source: Any) -> StackSpec:
+        try:
+            return self._translate() if source is None else self._make_given_spec(source)
+        except ConfigError:
+            raise
+        except UsageError as error:  # the spec's own errors are no ValueError, as Curator's are
+            raise ConfigError(error.message, error.hint) from error
+
+    def _translate(self) -> StackSpec:
         server = self._server
-        if source is not None:
-            return self._make_given_spec(source)
         run = secrets.token_hex(4)
         fields = translate.make_fields(
             server.models,
@@ -141,14 +147,18 @@ class RollwayBackend:
 
     def _set_address(self, url: str) -> None:
         parts = urlsplit(url)
-        if parts.scheme != "http" or parts.hostname is None:
+        try:
+            port = parts.port or 80
+        except ValueError:  # out of range, or no number
+            port = 0
+        if parts.scheme != "http" or parts.hostname is None or not port:
             raise ConfigError(
                 f"`{url}` is not an address that Curator's server can name.",
                 "Give the frontend's as http://host:port.",
             )
         host = parts.hostname
         self._server._host = f"[{host}]" if ":" in host else host
-        self._server.port = parts.port or 80
+        self._server.port = port
 
     def _wait_for_models(self, expected: list[str], deadline: float) -> None:
         """Wait until the models route lists all these models; without any, until it answers."""
@@ -166,7 +176,8 @@ class RollwayBackend:
             if time.monotonic() > deadline:
                 seconds = self._server.health_check_timeout_s
                 timeout = StartError(
-                    f"Models {expected} did not all appear at {url} within {seconds}s (listed: "
+                    f"{f'Not all of the models {expected}' if expected else 'No model'} appeared "
+                    f"at {url} within {seconds}s (listed: "
                     f"{listed or 'none'}{'; ' if last_error else ''}{last_error}).",
                     "Check that the address is a Dynamo frontend's, and that its workers run.",
                 )

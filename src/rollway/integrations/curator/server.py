@@ -41,9 +41,9 @@ class RollwayServerConfig(BaseServerConfig):  # type: ignore[misc]  # Curator is
     stack: str | Path | Mapping[str, Any] | StackSpec = ""
 
     def __post_init__(self) -> None:
-        if not self.stack:
+        if not self.stack or not isinstance(self.stack, (str, Path, Mapping, StackSpec)):
             raise UsageError(
-                "RollwayServerConfig names no stack.",
+                f"RollwayServerConfig names no stack: {self.stack!r}.",
                 "Give stack= as a YAML file, a mapping, a StackSpec or an http address.",
             )
 
