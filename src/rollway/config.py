@@ -324,4 +324,32 @@ def parse_spec(data: Mapping[str, Any]) -> StackSpec:
         if spec.launcher == "ray" and Path(model.path).is_absolute():
             continue  # a directory of the nodes, where the launcher looks for it
         check_model_path(model.path, f"models.{index}.path")
-    return spec
+    return _locate_paths(spec) if spec.launcher == "ray" else spec
+
+
+def _locate_paths(spec: StackSpec) -> StackSpec:
+    """Return the spec with absolute paths: processes of Ray have working directories of their own.
+    What is no directory here is a Hugging Face id, and a program without a slash is looked for."""
+
+    def locate(path: str) -> str:
+        # Without `resolve`: the link to an interpreter is what makes it a virtual environment's.
+        try:
+            return str(_make_absolute(Path(path)))
+        except ValueError:
+            return path  # whoever looks for it says that it is not there
+
+    def locate_python(settings: Mapping[str, Any]) -> dict[str, Any]:
+        python = settings.get("py_executable")
+        if not isinstance(python, str) or "/" not in python or " " in python:
+            return dict(settings)
+        return {**settings, "py_executable": locate(python)}
+
+    models = []
+    for model in spec.models:
+        is_directory = Path(model.path).expanduser().is_dir()
+        path = locate(model.path) if is_directory else model.path
+        own = {"path": path, "runtime_env": locate_python(model.runtime_env)}
+        models.append(model.model_copy(update=own))
+    python = locate(spec.python) if spec.python and "/" in spec.python else spec.python
+    fields = {"models": models, "python": python, "runtime_env": locate_python(spec.runtime_env)}
+    return spec.model_copy(update=fields)

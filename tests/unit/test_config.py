@@ -29,6 +29,27 @@ def test_a_model_path_is_all_that_is_needed(model: str) -> None:
     assert spec.router.mode == "kv"
 
 
+def test_paths_are_absolute_where_processes_have_another_directory(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Ray: a relative path would be taken for a Hugging Face id there."""
+    home = Path(model).parent
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("HOME", str(home))
+    (home / "bin").mkdir()
+    (home / "bin" / "python").symlink_to("/usr/bin/env")
+    env = {"py_executable": "bin/python"}
+    models = [{"path": "model", "runtime_env": env}, {"path": "~/model", "name": "b"}]
+    models += [{"path": "org/model", "name": "c", "runtime_env": {"py_executable": "python3"}}]
+    spec = load_spec({"models": models, "python": "bin/python"}, launcher="ray")
+    python = str(home / "bin" / "python")  # and not what it links to
+    assert [entry.path for entry in spec.models] == [model, model, "org/model"]
+    assert spec.python == spec.models[0].runtime_env["py_executable"] == python
+    assert spec.models[2].runtime_env == {"py_executable": "python3"}
+    assert load_spec(spec) == spec
+    assert load_spec({"models": models, "python": "bin/python"}).python == "bin/python"
+
+
 def test_overrides_change_what_the_yaml_file_says(model: str, tmp_path: Path) -> None:
     file = tmp_path / "stack.yaml"
     file.write_text(f"name: a\nmodels:\n  - path: {model}\n    args: {{dtype: float32}}\n")

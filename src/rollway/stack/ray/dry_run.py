@@ -18,6 +18,7 @@ from rollway.ranks import PlacedWorker
 from rollway.stack.locks import FIRST, Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
 from rollway.stack.ray.node_check import get_python
+from rollway.stack.ray.parts import choose_host
 from rollway.stack.ray.placement import NodeInfo, Placement
 
 COLUMNS = ("process", "replica", "rank", "node", "GPUs", "command")
@@ -106,9 +107,10 @@ def _plan_nodes(
         fields["discovery"] = "etcd"  # a directory is not watched from another machine
     for node in dict.fromkeys([placement.services, *workers]):
         own = {**fields, "placed": workers.get(node, [])}
-        if is_spread:
-            own["admin_host"] = addresses[node]
-            own["frontend"] = spec.frontend.model_copy(update={"host": addresses[node]})
+        if len(addresses) > 1:  # also if the stack runs on one of them only
+            own["admin_host"] = choose_host(spec.admin_host, addresses[node])
+            host = choose_host(spec.frontend.host, addresses[node])
+            own["frontend"] = spec.frontend.model_copy(update={"host": host})
         plan = plan_stack(
             StackSpec.model_validate({**spec.model_dump(), **_as_data(own)}),
             run_id="0" * 16,

@@ -389,16 +389,16 @@ class Parts:
         own |= {**fields, "name": part.name, "placed": placed, "python": get_python(self.spec)}
         if self._is_spread:
             address = self.addresses[part.node]
-            own["admin_host"] = _choose_host(self.spec.admin_host, address)
+            own["admin_host"] = choose_host(self.spec.admin_host, address)
             own["frontend"] = {
-                **own["frontend"], "host": _choose_host(self.spec.frontend.host, address)
+                **own["frontend"], "host": choose_host(self.spec.frontend.host, address)
             }  # fmt: skip
         if self.spec.log_dir is not None and part.number != SERVICES:
             own["log_dir"] = str(self.spec.log_dir / f"node-{part.number}")
         return own
 
 
-def _choose_host(requested: str, address: str) -> str:
+def choose_host(requested: str, address: str) -> str:
     """Return where to listen: other nodes do not reach loopback, nor dial all addresses."""
     return address if requested in ("127.0.0.1", "localhost", *WILDCARDS) else requested
 

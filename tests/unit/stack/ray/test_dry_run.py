@@ -42,6 +42,23 @@ def test_a_stack_on_one_node_needs_no_etcd() -> None:
     assert [rows[name].gpus for name in rows] == [1, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "requested", "host"),
+    [
+        ((8,), "127.0.0.1", "127.0.0.1"),
+        ((8, 8), "127.0.0.1", "10.0.0.0"),  # other nodes must reach it, wherever workers run
+        ((8, 8), "0.0.0.0", "10.0.0.0"),
+        ((8, 8), "10.1.1.1", "10.1.1.1"),
+    ],
+)
+def test_processes_listen_where_those_of_a_run_would(
+    gpus: tuple[int, ...], requested: str, host: str
+) -> None:
+    rows = plan({}, *gpus, frontend={"host": requested}, admin_host=requested)
+    assert option(rows["frontend"], "http-host") == host
+    assert rows["m-0"].env["DYN_SYSTEM_HOST"] == host
+
+
 def test_a_replica_over_two_nodes_has_one_endpoint_and_one_meeting() -> None:
     rows = plan({"tensor_parallel": 2, "data_parallel": 2, "seed": 7, "replicas": 2}, 2, 2, 2, 2)
     assert list(rows) == [
