@@ -212,7 +212,7 @@ def _print_status(state: StackState, report: dict[str, Any]) -> None:
         return
     print_rich(make_process_table(state))
     for reason in state.waiting:
-        print(f"waiting for room: {reason}")
+        print(f"waiting: {reason}")
     print(f"frontend {state.frontend}/v1, RL listing {state.rl}, logs {state.log_dir}")
     for instance, version in report["weight_versions"].items():
         print(f"worker {instance}: weight version {version}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,8 +50,9 @@ class Healing:
         fail: Callable[[str], None], is_stopping: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.parts = parts
-        self.waiting: list[str] = []
-        """Replicas that have no room at the moment, each with the reason."""
+        self._without_room: list[str] = []
+        self._failures: dict[str, str] = {}
+        """Why replicas did not start again, by the replica."""
         self._spec = spec
         self._services = services
         self._events = events
@@ -62,6 +63,11 @@ class Healing:
         """Replicas of lost nodes that have no new place yet."""
         self._healing = asyncio.Lock()
         self._watches: set[asyncio.Task[None]] = set()
+
+    @property
+    def waiting(self) -> list[str]:
+        """Replicas that do not run at the moment, each with the reason."""
+        return [*self._without_room, *self._failures.values()]
 
     def start(self) -> None:
         """Watch all parts that there are."""
@@ -162,21 +168,32 @@ class Healing:
         """Start a part again on its node until it runs."""
         import ray
 
+        replicas = [place for place, _ in part.workers]
         while True:
             renewed = self.parts.renew(part)
             try:
                 await self.parts.launch(renewed, after=[part.name])
             except (RollwayError, ray.exceptions.RayError) as error:
                 self._events.note("restart failed", part=renewed.name, error=str(error)[:600])
+                self._note_failures(replicas, error)
                 if part.node not in {n.id for n in await asyncio.to_thread(cluster.read_nodes)}:
+                    self._note_failures(replicas, None)
                     self.watch(renewed)  # finds out that the node is lost
                     return
                 part = renewed
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
+            self._note_failures(replicas, None)
             self._events.note("part restarted", part=renewed.name, cause=cause)
             self.watch(renewed)
             return
+
+    def _note_failures(self, replicas: Sequence[ReplicaPlace], error: Exception | None) -> None:
+        """Remember why these replicas did not start; None if they did."""
+        for name in map(str, replicas):
+            self._failures.pop(name, None)
+            if error is not None:
+                self._failures[name] = f"{name}: it did not start, and is tried again: {error}"
 
     async def _place_again(self) -> None:
         """Start lost replicas where there is room, and wait for room for the others."""
@@ -187,8 +204,8 @@ class Healing:
             old = Placement(self._services, tuple(self._displaced))
             again, waiting = place_again(self._spec, old, nodes, self._lost)
             reasons = [f"{entry.place}: {entry.reason}" for entry in waiting]
-            if reasons != self.waiting:
-                self.waiting = reasons
+            if reasons != self._without_room:
+                self._without_room = reasons
                 if reasons:
                     self._events.note("waiting", replicas=reasons)
             if again:
@@ -196,7 +213,9 @@ class Healing:
                     parts = await self.parts.add(again)
                 except (RollwayError, ray.exceptions.RayError) as error:
                     self._events.note("placing again failed", error=str(error)[:600])
+                    self._note_failures(again, error)
                 else:
+                    self._note_failures(again, None)
                     placed = {(p.model, p.role, p.replica) for p in again}
                     self._displaced = [
                         p for p in self._displaced if (p.model, p.role, p.replica) not in placed
@@ -206,7 +225,7 @@ class Healing:
                         self.watch(part)
             if self._displaced:
                 await asyncio.sleep(RETRY_SECONDS)
-        self.waiting = []
+        self._without_room = []
 
     async def _watch_ranks(self) -> None:
         """Restart the ranks of a replica over several nodes together.

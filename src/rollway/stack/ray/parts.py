@@ -125,7 +125,8 @@ class Parts:
         self.read_addresses()
         nodes = {rank.node for place in replicas for rank in place.ranks}
         missing = sorted(nodes - self.record.keepers.keys())
-        await asyncio.gather(*(self.create_keeper(node) for node in missing))
+        needs = list_needs(self.spec, runs_services=False, is_spread=True)
+        await asyncio.gather(*(self.create_keeper(node, needs) for node in missing))
         parts: list[Part] = []
         try:
             await self.reserve(replicas)
@@ -182,9 +183,9 @@ class Parts:
 
     # --- keepers ---------------------------------------------------------------------------------
 
-    async def create_keeper(self, node: str) -> None:
+    async def create_keeper(self, node: str, needs: dict[str, Any] | None = None) -> None:
         """Create the Keeper of a node, and learn what it finds there."""
-        await self._examine(node, self._create_keeper(node), None)
+        await self._examine(node, self._create_keeper(node), needs)
 
     def _create_keeper(self, node: str) -> Any:
         import ray
@@ -211,16 +212,23 @@ class Parts:
         try:
             facts = await keeper.examine.remote(needs)
         except ray.exceptions.RayError as error:  # it has gone, or is too new for Ray to use it
-            if self.record.keepers.get(node) is keeper:
-                del self.record.keepers[node]
-            ray.kill(keeper)
+            self._drop_keeper(node, keeper)
             if (cause := make_import_error(error, f"Node {self._name_node(node)}")) is not None:
                 raise cause from None
             raise
         self._has_gpus[node] = bool(facts["gpus"])
         if facts["problem"] is not None:
+            # Another attempt is to look again, and meanwhile this Keeper has nothing to do.
+            self._drop_keeper(node, keeper)
             message, hint = facts["problem"]
             raise StartError(f"Node {self._name_node(node)}: {message}", hint)
+
+    def _drop_keeper(self, node: str, keeper: Any) -> None:
+        import ray
+
+        if self.record.keepers.get(node) is keeper:
+            del self.record.keepers[node]
+        ray.kill(keeper)
 
     # --- groups ----------------------------------------------------------------------------------
 

@@ -98,6 +98,8 @@ class StandIn:
         self.at_step: Callable[[str], None] = lambda _: None
         self.unknown: set[str] = set()
         """Nodes that are too new for Ray to start actors there."""
+        self.problems: dict[str, tuple[str, str]] = {}
+        """What nodes lack."""
         self.current: Any = None
         monkeypatch.setattr(
             ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=self.current)
@@ -214,7 +216,7 @@ class FakeKeeper:
     async def examine(self, needs: dict[str, Any] | None = None) -> dict[str, Any]:
         if self.node not in self._ray.nodes:
             await asyncio.Event().wait()
-        return {"gpus": [], "problem": None}
+        return {"gpus": [], "problem": needs and self._ray.problems.get(self.node)}
 
     async def add_groups(self, groups: dict[str, bool]) -> None:
         self.groups |= groups.keys()

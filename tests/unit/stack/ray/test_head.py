@@ -139,6 +139,31 @@ async def test_replicas_of_a_lost_node_wait_for_room(monkeypatch: pytest.MonkeyP
     assert ray.left() == {}
 
 
+async def test_replicas_that_do_not_start_elsewhere_are_shown_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is room on another node, but it lacks the model."""
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+    await run.head.wait_until_ready.remote()
+    ray.problems[node_id(2)] = "there is no model directory /m.", "Copy it there."
+    ray.nodes[node_id(2)] = "10.0.0.3"
+    ray.lose(1)
+    await wait_until_async(lambda: bool(run.head.object._healing.waiting))
+    assert run.head.object._healing.waiting == [
+        f"m replica {replica}: it did not start, and is tried again: Node 10.0.0.3 (22222222): "
+        "there is no model directory /m. Copy it there."
+        for replica in (2, 3)
+    ]
+    assert not [a for a in ray.actors if a.object.node == node_id(2) and not a.is_dead]
+    ray.problems.clear()
+    await wait_until_async(lambda: len(ray.running) == 2)
+    await wait_until_async(lambda: run.head.object._healing.waiting == [])
+    await run.head.stop.remote()
+    await run.wait_until_over()
+    assert ray.left() == {}
+
+
 @pytest.mark.parametrize("policy", ["fail", "replace"])
 async def test_a_loss_ends_the_run_with_its_cause(
     monkeypatch: pytest.MonkeyPatch, policy: str
