@@ -8,6 +8,7 @@ Of its tests that need no GPU, these are about what a user sees, and ours must p
     test_server      InferenceServer                  7 of 8
     test_backend     names of models                  3 of 3
     test_backend     the router that is chosen        2 of 8
+    test_runtime_env the merge of environments        9 of 9
 
 The others do not apply:
 
@@ -20,7 +21,7 @@ The others do not apply:
     test_vllm        calls launch_replicas and mocks ManagedSubprocess.spawn
     test_placement   calls plan_replica_bundle_shape; test_defects.py has its cases
     test_subprocess_mgr   calls ManagedSubprocess, the actor that Rollway has no need of
-    test_infra, test_runtime_env   call private functions of Curator's backend
+    test_infra       calls private functions of Curator's backend
     test_config (two files)   pass, but run Curator's config classes only, which we do not
                      replace: they would pass without us, so they show nothing
     test_integration, ray_serve/   need two GPUs; or are about the Ray Serve backend
@@ -52,12 +53,27 @@ OURS = {
         "test_auto_picks_kv_and_auto_enables_kv_events_for_disagg",
         "test_explicit_kv_with_kv_events_false_is_honored",
     ),
+    "test_runtime_env.py::TestDynamoRuntimeEnv": (
+        *("test_default_runtime_env_only", "test_user_runtime_env_merges_uv_packages"),
+        *("test_user_env_vars_are_preserved", "test_working_dir_is_passed_through"),
+    ),
+    "test_runtime_env.py::TestMergeModelRuntimeEnvs": (
+        *("test_no_models_yields_default_env", "test_merges_env_vars_across_models"),
+        *("test_later_model_env_var_overrides_earlier",),
+        *("test_ignores_models_with_empty_runtime_env",),
+        "test_user_dict_form_uv_concatenates_install_options",
+    ),
 }
 PLUGIN = """
 import nemo_curator.core.serve as serve
 from nemo_curator.core.serve.dynamo.backend import DynamoBackend
 from rollway.integrations.curator import InferenceServer, translate
+from rollway.ranks import merge_runtime_envs
 
+def merge(base, over):
+    return merge_runtime_envs(base or {}, over or {})
+
+serve.BaseModelConfig.merge_runtime_envs = staticmethod(merge)
 serve.InferenceServer = InferenceServer
 DynamoBackend._validate_unique_model_names = staticmethod(translate.check_models)
 DynamoBackend._resolve_effective_router = staticmethod(translate.choose_router)
