@@ -92,7 +92,9 @@ def test_a_name_is_used_once_and_free_after_a_stop(
     """`a` beside `a-2`; whose the name is; stop from another driver; restart after the stop."""
     first = launcher.start(_parse(on_ray(base_model, "a", 1)))
     second = launcher.start(_parse(on_ray(base_model, "a-2", 1)))
-    with pytest.raises(StartError, match=rf"`a` is ready on this cluster: .*{os.getpid()}"):
+    with pytest.raises(
+        StartError, match=rf"`a` is ready on this cluster: .*{os.getpid()}.* started it, 20"
+    ):
         rollway.up(on_ray(base_model, "a", 1)).__enter__()
     code = "from rollway.cli import main; raise SystemExit(main(['down', 'a', '--quiet']))"
     assert spawn_driver(code).wait(120) == 0

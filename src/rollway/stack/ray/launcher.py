@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
-from rollway.config import StackSpec
+from rollway.config import StackSpec, is_loopback
 from rollway.errors import (
     SpecError,
     StackNotRunning,
@@ -89,7 +90,7 @@ def start(
         cluster.clear_leftovers()
         nodes = cluster.read_nodes()
         placement = placement or plan_placement(spec, nodes)
-        _check_placement(spec, placement)
+        _check_placement(spec, placement, nodes)
         witness, access = create_witness(), None
         try:
             head = _create_head(spec, placement, witness)
@@ -110,11 +111,11 @@ def plan(spec: StackSpec) -> tuple[Placement, list[NodeInfo]]:
     with cluster.connect(spec.ray.address):
         nodes = cluster.read_nodes()
         placement = plan_placement(spec, nodes)
-        _check_placement(spec, placement)
+        _check_placement(spec, placement, nodes)
         return placement, nodes
 
 
-def _check_placement(spec: StackSpec, placement: Placement) -> None:
+def _check_placement(spec: StackSpec, placement: Placement, nodes: list[NodeInfo]) -> None:
     """Refuse what cannot work on any nodes; `node_check` looks at those of the plan."""
     check_ranks(spec)
     check_runtime_envs(spec)
@@ -125,6 +126,15 @@ def _check_placement(spec: StackSpec, placement: Placement) -> None:
             "Mockers run on one node only: no listing shows which stack a mocker belongs to.",
             "Lower `replicas`, or use `engine: custom`.",
         )
+    if len({node.address for node in nodes if node.id in used}) > 1:
+        for field in ("etcd_endpoints", "nats_server"):
+            address = getattr(spec, field)
+            if address and is_loopback(urlsplit(address).hostname or ""):
+                raise SpecError(
+                    f"`{field}` is {address}, which each of the {len(used)} nodes of this stack "
+                    "would look for on itself.",
+                    "Give an address that all nodes reach, or leave it out: Rollway starts one.",
+                )
 
 
 def _create_head(spec: StackSpec, placement: Placement, witness: Any) -> Any:

@@ -120,6 +120,26 @@ def test_the_command_prints_the_table_or_json(
     refusal = json.loads(capsys.readouterr().out)
     assert refusal["error"] == "PlacementError" and "room for 2" in refusal["message"]
     assert any("tried nodes x ranks" in line for line in refusal["tried"])
-    # What `up` would refuse before it starts anything.
-    assert main([*command, "--set", "runtime_env.working_dir=/w", "--json"]) == 2
-    assert "has `working_dir`" in json.loads(capsys.readouterr().out)["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        (["runtime_env.working_dir=/w"], "has `working_dir`"),
+        (["models.0.engine=mocker"], "Mockers run on one node only"),
+        (["discovery=etcd", "etcd_endpoints=http://127.0.0.1:2379"],
+         "`etcd_endpoints` is http://127.0.0.1:2379, which each of the 2 nodes"),
+        (["event_plane=nats", "nats_server=nats://localhost:4222"], "`nats_server` is nats://local"),
+    ],
+)  # fmt: skip
+def test_the_command_refuses_what_up_would_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fields: list[str],
+    cause: str,
+) -> None:
+    monkeypatch.setattr(cluster, "connect", lambda address: contextlib.nullcontext())
+    monkeypatch.setattr(cluster, "read_nodes", lambda: make_nodes(1, 1))
+    changes = [word for field in ("models.0.replicas=2", *fields) for word in ("--set", field)]
+    assert main(["up", "--model", "org/m", "--on", "ray", "--dry-run", "--json", *changes]) == 2
+    assert cause in json.loads(capsys.readouterr().out)["message"]
