@@ -128,6 +128,58 @@ def test_engine_options_of_a_recipe_are_the_stacks() -> None:
     make_spec(fields)
 
 
+def test_options_of_the_managed_mode_reach_workers_and_frontend() -> None:
+    worker_args = {
+        "reasoning_parser": "qwen3",
+        "exclude_tools_when_tool_choice_none": False,
+        "enable_structural_tag": True,
+        "structural_tag_schema": "strict",
+        "endpoint_types": ["completions"],
+        "extra_cli_args": ["--max-num-seqs", "16", "--block_size=32", "--no-async-scheduling"],
+    }
+    frontend_args = {
+        "tokenizer": "fastokens",
+        "tokenizer_cache_bytes": 1000,
+        "router_mode": "least-loaded",
+        "extra_cli_args": ["--trust-remote-code"],
+    }
+    stack = {"frontend": {"port": 8123, "args": {"tokenizer": "default"}}}
+    dynamo = {"stack": stack, "worker_args": worker_args, "frontend_args": frontend_args}
+    fields = make_stack_fields(parse_generation(make(dynamo, model_name="Qwen/Qwen3-0.6B")))
+    assert fields["models"][0]["args"] == {
+        "dyn-reasoning-parser": "qwen3",
+        "exclude-tools-when-tool-choice-none": False,
+        "dyn-structural-tag": {"scope": "auto", "schema": "strict"},
+        "endpoint-types": "completions",
+        "max-num-seqs": "16",
+        "block-size": "32",
+        "no-async-scheduling": True,
+    }
+    assert fields["router"] == {"mode": "least-loaded"}
+    assert fields["frontend"] == {
+        "port": 8123,
+        "args": {"tokenizer": "default", "trust-remote-code": True},  # the stack's own counts
+        "env": {"DYN_TOKENIZER_CACHE_BYTES": "1000"},
+    }
+    make_spec(fields)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["16"], "'16', which belongs to no option"),
+        (["--a=1", "2"], "'2', which belongs to no option"),
+        (["--a", "1", "--a", "2"], "sets --a, which is set already"),
+        (["--dtype", "float32"], "sets --dtype, which is set already"),
+    ],
+)
+def test_command_lines_in_a_recipe_that_mean_nothing(words: list[str], cause: str) -> None:
+    dynamo = {"stack": {}, "worker_args": {"extra_cli_args": words}}
+    recipe = make(dynamo, model_name="org/m", vllm_cfg={"precision": "bf16"})
+    with pytest.raises(UsageError, match=cause):
+        make_stack_fields(parse_generation(recipe))
+
+
 def test_what_the_stack_says_itself_counts() -> None:
     stack = {"models": [{"path": "/a", "args": {"dtype": "float32"}}], "router": {"mode": "random"}}
     fields = make_stack_fields(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -255,6 +255,7 @@ def make_stack_fields(config: GenerationConfig) -> dict[str, Any]:
     router = dict(fields.get("router") or {})
     router.setdefault("mode", dynamo.frontend_args.router_mode)
     fields["router"] = router
+    fields.update(_make_frontend(dynamo.frontend_args, fields.get("frontend") or {}))
     fields.setdefault("name", f"nemo-rl-{os.getpid()}")
     fields.setdefault("start_seconds", dynamo.startup_timeout_s)
     timeouts = dict(fields.get("timeouts") or {})
@@ -292,7 +293,59 @@ def _list_engine_args(config: GenerationConfig) -> dict[str, Any]:
         args["dyn-reasoning-parser"] = workers.reasoning_parser
     if workers.custom_jinja_template:
         args["custom-jinja-template"] = workers.custom_jinja_template
+    if not workers.exclude_tools_when_tool_choice_none:
+        args["exclude-tools-when-tool-choice-none"] = False
+    if workers.enable_structural_tag:
+        # One option in Dynamo 1.6, three in the version that NeMo-RL pins.
+        args["dyn-structural-tag"] = {
+            "scope": workers.structural_tag_scope,
+            "schema": workers.structural_tag_schema,
+        }
+    if "endpoint_types" in workers.model_fields_set:
+        args["endpoint-types"] = ",".join(workers.endpoint_types)
+    _add_options(args, workers.extra_cli_args, f"{WHERE}.worker_args.extra_cli_args")
     return args
+
+
+def _make_frontend(options: FrontendArgs, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stack's `frontend`: what the recipe's `frontend_args` say, under what is given.
+
+    `router_reset_states` has no effect: every start has a namespace of its own in Dynamo."""
+    args: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    if options.tokenizer != "default":
+        args["tokenizer"] = options.tokenizer
+    if not options.tokenizer_cache:
+        env["DYN_TOKENIZER_CACHE"] = "0"
+    elif "tokenizer_cache_bytes" in options.model_fields_set:
+        env["DYN_TOKENIZER_CACHE_BYTES"] = str(options.tokenizer_cache_bytes)
+    _add_options(args, options.extra_cli_args, f"{WHERE}.frontend_args.extra_cli_args")
+    own = {
+        name: {**values, **given.get(name, {})}
+        for name, values in (("args", args), ("env", env))
+        if values
+    }
+    return {"frontend": {**given, **own}} if own else {}
+
+
+def _add_options(args: dict[str, Any], words: Sequence[str], where: str) -> None:
+    """Add options that are written as on a command line: --name, --name value, --name=value."""
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, has_value, value = word[2:].partition("=")
+            if name.replace("_", "-").removeprefix("no-") in args:
+                raise UsageError(f"{where} sets --{name}, which is set already.", "Keep one.")
+            name = name.replace("_", "-")
+            args[name] = value if has_value else True
+            name = "" if has_value else name
+        elif name:
+            args[name], name = word, ""
+        else:
+            raise UsageError(
+                f"{where} has {word!r}, which belongs to no option.",
+                "Write each option as two entries, --name and its value, or as --name=value.",
+            )
 
 
 def find_deployment_url(dynamo: DynamoCfg) -> str:
