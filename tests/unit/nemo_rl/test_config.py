@@ -49,6 +49,12 @@ def make(dynamo: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
         (make(sglang_cfg={"a": 1}), "`sglang_cfg` is of another engine"),
         (make(trtllm_cfg={"a": 1}), "`trtllm_cfg` is of another engine"),
         (make(colocated={"enabled": True}), "so set it to false"),
+        (make(colocated="no"), "`colocated` is no mapping"),
+        (
+            make(vllm_cfg={"tensor_parallel_size": "two"}),
+            "`vllm_cfg.tensor_parallel_size` is 'two'",
+        ),
+        (make(vllm_cfg={"pipeline_parallel_size": -1}), "give a whole number of ranks"),
         (make(refit_transport="nixl"), "by cluster.weight_sync.method"),
         (make(stop_strings=["x"] * 33), "more than 32"),
         (make(vllm_cfg={"tensor_parallel_size": 2, "expert_parallel_size": 4}), "1 or to tensor"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 
 from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.report import RefitReport, WorkerReport
-from rollway.integrations.nemo_rl.config import WeightSync
+from rollway.integrations.nemo_rl.config import MxConfig, WeightSync
+from rollway.integrations.nemo_rl.publish import RankPublisher
 from rollway.integrations.nemo_rl.synchronizer import Synchronizer
 from rollway.weights.offer import Offer
 
@@ -168,6 +170,29 @@ def test_a_deadline_is_honoured() -> None:
     with pytest.raises(RollwayError, match=r"longer than 0\.05 s"):
         synchronizer.sync_weights()
     assert synchronizer.is_stale
+
+
+def test_the_limit_of_model_express_is_that_of_a_refit() -> None:
+    mx = MxConfig(enabled=True, timeout_seconds=0.05)
+    synchronizer, stack = make(sync=WeightSync(method="nixl", mx_config=mx))
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    stack.outcome = hang
+    with pytest.raises(RollwayError, match=r"longer than 0\.05 s"):
+        synchronizer.sync_weights()
+    assert make(sync=WeightSync())[0]._seconds is None
+
+
+def test_a_rank_publishes_by_the_card_of_the_recipe() -> None:
+    pytest.importorskip("torch")
+    mx = MxConfig(enabled=True, nic_pin="mlx5_3")
+    synchronizer, _ = make(sync=WeightSync(method="nixl", mx_config=mx))
+    options = synchronizer._make_options()
+    assert RankPublisher(options, 0, 1)._list_nixl_options(False)["net_devices"] == ("mlx5_3:1",)
+    off = replace(options, nic_pin="off")
+    assert "net_devices" not in RankPublisher(off, 0, 1)._list_nixl_options(False)
 
 
 def test_scales_of_a_cache_are_refused_before_anything_is_published() -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from rollway.weights.offer import Offer
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
-from rollway.weights.transports.nixl.agent import check_devices, import_nixl
+from rollway.weights.transports.nixl.agent import check_devices, choose_devices, import_nixl
 from rollway.weights.transports.nixl.catalog_http import CatalogServer
 from tests.children import are_all_threads_stopped
 from tests.tensors import receive, same
@@ -375,6 +376,31 @@ def test_an_unknown_network_device_is_refused(tmp_path: Path) -> None:
     check_devices(["mlx5_0:1", "eth0"], tmp_path)
     with pytest.raises(UsageError, match=r"no network device mlx5_7:1. It has eth0, mlx5_0"):
         check_devices(["mlx5_0:1", "mlx5_7:1"], tmp_path)
+
+
+def test_memory_of_a_gpu_leaves_by_the_cards_of_its_numa_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no GPU here, and no InfiniBand: what the kernel shows of them is files."""
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9A, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+    def place(device: str, node: object) -> None:
+        (tmp_path / device).mkdir(parents=True, exist_ok=True)
+        (tmp_path / device / "numa_node").write_text(f"{node}\n")
+
+    for name, node in (("mlx5_0", 0), ("mlx5_1", 1), ("mlx5_2", 1), ("mlx5_3", "?")):
+        place(f"class/infiniband/{name}/device", node)
+    gpu = torch.device("cuda", 3)
+    assert choose_devices("auto", gpu, tmp_path) == ()  # the machine does not say where it is
+    place("bus/pci/devices/0000:9a:00.0", 1)
+    assert choose_devices("auto", gpu, tmp_path) == ("mlx5_1:1", "mlx5_2:1")
+    assert choose_devices("off", gpu, tmp_path) == ()
+    assert choose_devices("mlx5_0", gpu, tmp_path) == ("mlx5_0:1",)
+    assert choose_devices("mlx5_0:2", gpu, tmp_path) == ("mlx5_0:2",)
+    assert choose_devices("auto", torch.device("cpu"), tmp_path) == ()
+    place("bus/pci/devices/0000:9a:00.0", -1)  # a machine without NUMA
+    assert choose_devices("auto", gpu, tmp_path) == ()
 
 
 @nixl

@@ -190,7 +190,10 @@ class GenerationConfig(SpecPart):
         for other in ("sglang_cfg", "trtllm_cfg"):
             if extra.get(other):
                 raise ValueError(f"`{other}` is of another engine; Dynamo's workers run vLLM here")
-        if (extra.get("colocated") or {}).get("enabled"):
+        colocated = extra.get("colocated") or {}
+        if not isinstance(colocated, Mapping):
+            raise ValueError("`colocated` is no mapping; write colocated: {enabled: false}")
+        if colocated.get("enabled"):
             raise ValueError(
                 "`colocated.enabled` is true; the engines have GPUs of their own, so set it to "
                 "false (all of the trainer's GPUs train)"
@@ -199,8 +202,9 @@ class GenerationConfig(SpecPart):
             raise ValueError(
                 "`refit_transport` is set; Rollway moves the weights, by cluster.weight_sync.method"
             )
-        experts = int(self.vllm_cfg.get("expert_parallel_size") or 1)
-        if experts not in (1, int(self.vllm_cfg.get("tensor_parallel_size") or 1)):
+        sizes = {name: self._read_size(name) for name in ("tensor", "pipeline", "expert")}
+        experts = sizes["expert"]
+        if experts not in (1, sizes["tensor"]):
             raise ValueError(
                 f"`vllm_cfg.expert_parallel_size` is {experts}, and vLLM spreads experts over the "
                 "ranks of an engine; set it to 1 or to tensor_parallel_size"
@@ -209,14 +213,18 @@ class GenerationConfig(SpecPart):
             raise ValueError("`stop_strings` has more than 32 entries, which Dynamo refuses")
         return self
 
+    def _read_size(self, name: str) -> int:
+        """Return one of the parallel sizes of an engine; 1 if the recipe has none."""
+        key = f"{name}_parallel_size"
+        text = str(self.vllm_cfg.get(key) or 1)
+        if not text.isdecimal():
+            raise ValueError(f"`vllm_cfg.{key}` is {text!r}; give a whole number of ranks")
+        return int(text)
+
     @property
     def engine_world_size(self) -> int:
         """The ranks of one engine, as NeMo-RL counts GPUs."""
-        sizes = (self.vllm_cfg.get(f"{name}_parallel_size") for name in ("tensor", "pipeline"))
-        ranks = 1
-        for size in sizes:
-            ranks *= int(size or 1)
-        return ranks
+        return self._read_size("tensor") * self._read_size("pipeline")
 
 
 def parse_generation(config: Mapping[str, Any]) -> GenerationConfig:

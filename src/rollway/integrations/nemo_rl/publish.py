@@ -50,6 +50,8 @@ class PublishOptions:
     """For nixl: a catalog that runs elsewhere."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """How Megatron's ranks share parameters that Rollway does not know, by patterns of names."""
+    nic_pin: str = "off"
+    """For nixl: the NICs of a rank; `auto` for those of its GPU's NUMA node."""
 
     def as_plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -153,7 +155,20 @@ class RankPublisher:
             extra |= {"rank": self._rank, "world": self._world}
         if options.catalog:
             extra["catalog"] = options.catalog
+        if devices := _choose_nics(options.nic_pin):
+            extra["net_devices"] = devices
         return extra
+
+
+def _choose_nics(pin: str) -> tuple[str, ...]:
+    """Return the NICs of this process, which NeMo-RL has given one GPU, or none."""
+    import torch
+
+    from rollway.weights.transports.nixl.agent import choose_devices
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    index = torch.cuda.current_device() if device == "cuda" else 0
+    return choose_devices(pin, torch.device(device, index))
 
 
 class Engine:

@@ -62,6 +62,8 @@ class Synchronizer:
         self._policy, self._generation = policy, generation
         self._sync = sync or generation.dynamo_cfg.weight_sync
         self._seconds = refit_timeout_s or generation.dynamo_cfg.refit_timeout_s
+        if self._seconds is None and self._sync.mx_config.enabled:
+            self._seconds = self._sync.mx_config.timeout_seconds
         self._get = get
         self._deadline: float | None = None
         self._last = 0
@@ -284,6 +286,7 @@ class Synchronizer:
             fanout=mx.enabled and mx.tree_scale_out,
             catalog=_make_url(mx.mx_server_url) if mx.enabled else "",
             roles=mx.megatron_role_overrides,
+            nic_pin=mx.nic_pin if mx.enabled else "off",
         )
 
 

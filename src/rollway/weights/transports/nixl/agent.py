@@ -59,6 +59,33 @@ def check_devices(names: Sequence[str], root: Path = Path("/sys/class")) -> None
             )
 
 
+def choose_devices(pin: str, device: torch.device, root: Path = Path("/sys")) -> tuple[str, ...]:
+    """Return the NICs for memory of a device, by their UCX names: those of the device's NUMA node
+    for `auto`, all (an empty list) for `off`, or the one that is named."""
+    if pin not in ("auto", "off"):
+        return (pin if ":" in pin else f"{pin}:1",)
+    if pin == "off" or device.type != "cuda":
+        return ()
+    properties: Any = torch.cuda.get_device_properties(device)
+    address = (
+        f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
+        f"{properties.pci_device_id:02x}.0"
+    )
+    node = _read_numa_node(root / "bus" / "pci" / "devices" / address)
+    cards = sorted((root / "class" / "infiniband").glob("*"))
+    near = [card.name for card in cards if _read_numa_node(card / "device") == node]
+    return tuple(f"{name}:1" for name in near) if node is not None else ()
+
+
+def _read_numa_node(device: Path) -> int | None:
+    """Return the NUMA node of a device; None if the machine does not say."""
+    try:
+        node = int((device / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
 def make_unique_name(kind: str) -> str:
     """Return a name for an agent that no other agent has, on any machine."""
     return f"{kind}-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
