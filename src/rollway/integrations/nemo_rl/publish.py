@@ -57,6 +57,17 @@ class PublishOptions:
         return asdict(self)
 
 
+def _choose_nics(pin: str) -> tuple[str, ...]:
+    """Return the NICs of this process, which NeMo-RL has given one GPU, or none."""
+    import torch
+
+    from rollway.weights.transports.nixl.agent import choose_devices
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    index = torch.cuda.current_device() if device == "cuda" else 0
+    return choose_devices(pin, torch.device(device, index))
+
+
 class RankPublisher:
     """Publishes the versions of one rank; it keeps its memory and connections between them."""
 
@@ -151,24 +162,13 @@ class RankPublisher:
     def _list_nixl_options(self, is_shard: bool) -> dict[str, Any]:
         options = self._options
         extra: dict[str, Any] = {"keep": options.keep, "fanout": options.fanout}
+        if devices := _choose_nics(options.nic_pin):
+            extra["net_devices"] = devices
         if is_shard:
             extra |= {"rank": self._rank, "world": self._world}
         if options.catalog:
             extra["catalog"] = options.catalog
-        if devices := _choose_nics(options.nic_pin):
-            extra["net_devices"] = devices
         return extra
-
-
-def _choose_nics(pin: str) -> tuple[str, ...]:
-    """Return the NICs of this process, which NeMo-RL has given one GPU, or none."""
-    import torch
-
-    from rollway.weights.transports.nixl.agent import choose_devices
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    index = torch.cuda.current_device() if device == "cuda" else 0
-    return choose_devices(pin, torch.device(device, index))
 
 
 class Engine:
