@@ -257,7 +257,7 @@ class HttpCatalog:
         except (OSError, http.client.HTTPException) as error:
             raise WeightsError(
                 f"The catalog at {self.url} does not answer: {error or type(error).__name__}.",
-                "It runs in the trainer's rank 0; check that this rank still runs.",
+                "It runs in the trainer's rank 0, or where it was named; check that it still runs.",
             ) from error
         if not _is_same(mac, self._seal.answer_mac(headers["x-rollway-number"], status, raw)):
             raise WeightsError(
