@@ -258,7 +258,9 @@ def make_stack_fields(config: GenerationConfig) -> dict[str, Any]:
     }
     if dynamo.workers is not None:
         model["replicas"] = dynamo.workers
-    model["args"] = {**_list_engine_args(config), **model.get("args", {})}
+    args = _list_engine_args(config)
+    _add_options(args, dynamo.worker_args.extra_cli_args, f"{WHERE}.worker_args.extra_cli_args")
+    model["args"] = {**args, **model.get("args", {})}
     fields["models"] = [{**sizes, **model}]
     router = dict(fields.get("router") or {})
     router.setdefault("mode", dynamo.frontend_args.router_mode)
@@ -295,12 +297,6 @@ def _list_engine_args(config: GenerationConfig) -> dict[str, Any]:
         if value not in (None, {}, []):
             args[key.replace("_", "-")] = value
     workers = config.dynamo_cfg.worker_args
-    if workers.tool_call_parser:
-        args["dyn-tool-call-parser"] = workers.tool_call_parser
-    if workers.reasoning_parser:
-        args["dyn-reasoning-parser"] = workers.reasoning_parser
-    if workers.custom_jinja_template:
-        args["custom-jinja-template"] = workers.custom_jinja_template
     if not workers.exclude_tools_when_tool_choice_none:
         args["exclude-tools-when-tool-choice-none"] = False
     if workers.enable_structural_tag:
@@ -311,7 +307,12 @@ def _list_engine_args(config: GenerationConfig) -> dict[str, Any]:
         }
     if "endpoint_types" in workers.model_fields_set:
         args["endpoint-types"] = ",".join(workers.endpoint_types)
-    _add_options(args, workers.extra_cli_args, f"{WHERE}.worker_args.extra_cli_args")
+    if workers.tool_call_parser:
+        args["dyn-tool-call-parser"] = workers.tool_call_parser
+    if workers.reasoning_parser:
+        args["dyn-reasoning-parser"] = workers.reasoning_parser
+    if workers.custom_jinja_template:
+        args["custom-jinja-template"] = workers.custom_jinja_template
     return args
 
 
