@@ -133,9 +133,9 @@ def test_an_object_that_is_being_deleted_is_refused(admin: Cluster) -> None:
     graph["metadata"]["finalizers"] = ["example.com/held"]
     admin.apply(DGD, graph)
     admin.delete(DGD, "policy")
-    with pytest.raises(Conflict, match="still being deleted .held by finalizer example.com/held"):
+    with pytest.raises(Conflict, match=r"still being deleted .held by finalizer example.com/held"):
         admin.apply(DGD, make_graph())
-    with pytest.raises(ClusterError, match="policy .held by finalizer example.com/held") as raised:
+    with pytest.raises(ClusterError, match=r"policy .held by finalizer example.com/held") as raised:
         admin.wait_until_gone(DGD, ["policy"], 1.5)
     assert "not gone after" in raised.value.message
     admin.patch(DGD, "policy", {"metadata": {"finalizers": None}})

@@ -130,7 +130,8 @@ def test_a_watch_never_asks_faster_than_once_a_second(
 
 def test_what_ends_a_watch_reaches_the_follower(admin: Cluster) -> None:
     missing = Kind("ray.io", "v1", "rayservices", "RayService")
-    with Follower(admin, [Selection(DGD, LABELS), Selection(missing)]) as follower:
-        with pytest.raises(ClusterError, match="does not serve RayService"):
-            while True:
-                follower.take(20)
+    selections = [Selection(DGD, LABELS), Selection(missing)]
+    expected = pytest.raises(ClusterError, match="does not serve RayService")
+    with Follower(admin, selections) as follower, expected:
+        while True:
+            follower.take(20)

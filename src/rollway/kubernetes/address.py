@@ -66,8 +66,9 @@ async def reach_graph(
         Forbidden: the API server's proxy may not be used.
     """
     wanted = parse_target(target)
-    whole: Cluster = cluster or await asyncio.to_thread(Cluster.connect)
-    cluster = whole.in_namespace(wanted.namespace)
+    if cluster is None:
+        cluster = await asyncio.to_thread(Cluster.connect)
+    cluster = cluster.in_namespace(wanted.namespace)
     graph = await asyncio.to_thread(_get_graph, cluster, wanted.name)
     service = find_frontend(graph)
     if service is None:
