@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import ssl
 import threading
 import time
 from collections import Counter
@@ -47,6 +48,23 @@ class Connection:
     def server(self) -> str:
         return str(self._client.configuration.host)
 
+    def make_auth_headers(self) -> dict[str, str]:
+        """Return the headers with the token, refreshed if a pod's or a plug-in's has expired."""
+        headers: dict[str, str] = {}
+        self._client.update_params_for_auth(headers, [], ["BearerToken"])
+        return headers
+
+    def make_ssl_context(self) -> ssl.SSLContext:
+        """Return the trust and the client certificate of the kubeconfig, for another client."""
+        settings = self._client.configuration
+        context = ssl.create_default_context(cafile=settings.ssl_ca_cert)
+        if settings.cert_file:
+            context.load_cert_chain(settings.cert_file, settings.key_file)
+        if not settings.verify_ssl:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
     def close(self) -> None:
         self._client.rest_client.pool_manager.clear()
 
@@ -64,8 +82,7 @@ class Connection:
         import urllib3
 
         all_headers = {"Accept": "application/json", "User-Agent": "rollway", **(headers or {})}
-        # Refreshes the token of a pod or of an exec plug-in when it has expired.
-        self._client.update_params_for_auth(all_headers, [], ["BearerToken"])
+        all_headers |= self.make_auth_headers()
         url = self.server + path + (f"?{urlencode(query)}" if query else "")
         with name_lost_connection(self.server):
             response = self._client.rest_client.pool_manager.request(
