@@ -93,11 +93,13 @@ def test_a_watch_that_is_too_old_lists_again(admin: Cluster, stop: threading.Eve
     admin.apply(DGD, make_graph("came"))
     # Version 1 is older than any that the server keeps: it answers 410.
     watch = Watch(admin, Selection(DGD, LABELS), stop, start=([stayed, gone], "1"))
+    admin.requests.clear()
     recorder = Recorder(iter(watch))
     recorder.wait_for(("DELETED", "gone"), ("ADDED", "came"))
     admin.apply(DGD, make_graph("later"))
     recorder.wait_for(("ADDED", "later"))
     assert ("ADDED", "stayed") not in recorder.changes
+    assert admin.requests["list", DGD.plural] == 1
 
 
 def test_a_watch_ends_when_nothing_answers_for_too_long(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from rollway.errors import ClusterError, UsageError
+from rollway.errors import ClusterError, KindMissing, RollwayError, UsageError
 from rollway.kubernetes.kinds import Kind
 from rollway.kubernetes.refusals import Refusal, explain
 
@@ -42,6 +42,7 @@ class Connection:
         self.requests: Counter[tuple[str, str]] = Counter()
         """How often each (verb, plural) was asked, repeats included."""
         self.has_answered = False
+        self._served: set[Kind] = set()
         self._lock = threading.Lock()
 
     @property
@@ -114,6 +115,16 @@ class Connection:
             if rest:
                 yield rest
 
+    def may_answer_later(self, status: int, error: RollwayError, kind: Kind) -> bool:
+        """Return whether the same request may succeed in a moment.
+
+        An API server that starts answers 404 for kinds of CRDs that it has not loaded yet: a kind
+        that was served is not missing.
+        """
+        if isinstance(error, KindMissing):
+            return kind in self._served
+        return status in _RETRIED and isinstance(error, ClusterError)
+
     def count(self, verb: str, kind: Kind) -> None:
         with self._lock:
             self.requests[verb, kind.plural] += 1
@@ -153,12 +164,14 @@ class Connection:
                 wait(pause)
                 continue
             if status < 300:
+                self._served.add(template.kind)
                 return json.loads(answer) if answer else {}
             refusal = make_refusal(status, answer)
             if refusal.says_not_found:
+                self._served.add(template.kind)
                 return None
             refused = explain(refusal)
-            may_repeat = status in _RETRIED and isinstance(refused, ClusterError)
+            may_repeat = self.may_answer_later(status, refused, template.kind)
             pause = pauses.take_next(response.headers.get("Retry-After")) if may_repeat else None
             if pause is None:
                 raise refused
