@@ -68,8 +68,8 @@ def _check_mapping(key: str, item: Any, where: str) -> None:
     if not isinstance(item, dict):
         raise SpecError(f"`{where}` must be a mapping.", "Compare it with examples/kubernetes.")
     if key in _FREE:
-        is_resource = key in ("limits", "requests")
-        if is_resource and not isinstance(item.get("custom") or {}, dict):  # of v1alpha1
+        custom = item.get("custom") if key in ("limits", "requests") else None
+        if custom is not None and not isinstance(custom, dict):  # of v1alpha1
             raise SpecError(f"`{where}.custom` must be a mapping.", "Name the resources in it.")
         return
     if key == "services":  # of v1alpha1: components by name
