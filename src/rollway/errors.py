@@ -136,6 +136,101 @@ class WeightsError(RollwayError):
     """Published weights are damaged, incomplete, gone, or for another base version."""
 
 
+class ClusterError(RollwayError):
+    """A Kubernetes cluster did not do what was asked; the message has its own words."""
+
+
+class Forbidden(ClusterError):
+    """A permission is missing; `rule` is the RBAC rule that grants it."""
+
+    def __init__(self, message: str, hint: str = "", *, rule: Mapping[str, Any]) -> None:
+        super().__init__(message, hint)
+        self.rule = dict(rule)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**super().as_json(), "rule": self.rule}
+
+
+class Conflict(ClusterError):
+    """Somebody else has the object, a field of it, or a newer version of it.
+
+    Attributes:
+        fields: the fields in conflict, each with the field manager that holds it.
+    """
+
+    def __init__(
+        self, message: str, hint: str = "", *, fields: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        super().__init__(message, hint)
+        self.fields = list(fields)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**super().as_json(), "fields": self.fields}
+
+
+class KindMissing(ClusterError):
+    """The cluster does not serve a kind of object, or not in this version."""
+
+
+class NamespaceMissing(ClusterError):
+    """The namespace does not exist, or it is being deleted."""
+
+
+class NotReady(ClusterError):
+    """A graph of Dynamo failed, or did not get ready in time.
+
+    Attributes:
+        graph, gate: which graph, and which gate it did not pass: operator, pods or frontend.
+        pod, event, log: the pod that holds it up, its last event and last log lines; may be empty.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        graph: str,
+        gate: str,
+        pod: str = "",
+        event: str = "",
+        log: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, hint)
+        self.graph, self.gate, self.pod, self.event = graph, gate, pod, event
+        self.log = list(log)
+
+    def __str__(self) -> str:
+        return "\n  ".join([super().__str__(), *self.log])
+
+    def as_json(self) -> dict[str, Any]:
+        rest = {"graph": self.graph, "gate": self.gate, "pod": self.pod, "event": self.event}
+        return {**super().as_json(), **rest, "log": self.log}
+
+
+class InvalidObject(UsageError):
+    """The API server refused an object: its schema, a CEL rule or a webhook.
+
+    Attributes:
+        causes: (path, the server's words) per violation.
+        manifest: the object as YAML, with its secrets blanked.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        causes: Sequence[tuple[str, str]] = (),
+        manifest: str = "",
+    ) -> None:
+        super().__init__(message, hint)
+        self.causes = list(causes)
+        self.manifest = manifest
+
+    def as_json(self) -> dict[str, Any]:
+        return {**super().as_json(), "causes": self.causes, "manifest": self.manifest}
+
+
 def require(*modules: str) -> None:
     """Raise UsageError unless these modules are installed. Call it before a command starts work."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
