@@ -22,36 +22,16 @@ from rollway.kubernetes.kinds import (
     DGD,
     POD,
     RAYJOB,
-    ROLE,
-    ROLE_BINDING,
     SECRET,
-    SERVICE_ACCOUNT,
     Kind,
 )
 from rollway.kubernetes.names import DGD_LABEL
+from tests.kubernetes.accounts import connect_as
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.manifests import make_component, make_graph, make_job
 from tests.waiting import wait_until
 
 RULES = [{"apiGroups": ["nvidia.com"], "resources": ["dynamographdeployments"], "verbs": ["get"]}]
-
-
-def connect_as(
-    control_plane: ControlPlane, admin: Cluster, folder: Path, rules: list[dict[str, object]]
-) -> Cluster:
-    """Return the cluster as a service account that has only these rules."""
-    admin.create(SERVICE_ACCOUNT, {"metadata": {"name": "user"}})
-    admin.create(ROLE, {"metadata": {"name": "user"}, "rules": rules})
-    subject = {"kind": "ServiceAccount", "name": "user", "namespace": admin.namespace}
-    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "user"}
-    binding = {"metadata": {"name": "user"}, "subjects": [subject], "roleRef": reference}
-    admin.create(ROLE_BINDING, binding)
-    token = control_plane.make_token(admin.namespace, "user")
-    path = control_plane.write_kubeconfig(folder / "user", token, admin.namespace)
-    cluster = Cluster.connect(kubeconfig=path)
-    assert cluster.namespace == admin.namespace
-    wait_until(lambda: cluster.may("get", DGD), 20, what="the role")
-    return cluster
 
 
 # --- apply -----------------------------------------------------------------------------------

@@ -232,7 +232,9 @@ def open_connection(context: str | None, kubeconfig: str | None) -> tuple[Connec
             "Kubernetes needs a package that is not installed: kubernetes.",
             "pip install 'rollway[k8s]'.",
         ) from error
-    named = kubeconfig or context or os.environ.get("KUBECONFIG")
+    # The package reads $KUBECONFIG only once, when it is imported.
+    kubeconfig = kubeconfig or os.environ.get("KUBECONFIG")
+    named = kubeconfig or context
     if not named and os.environ.get("KUBERNETES_SERVICE_HOST") and (ACCOUNT / "token").exists():
         configuration = client.Configuration()
         config.load_incluster_config(client_configuration=configuration)
