@@ -136,6 +136,70 @@ class WeightsError(RollwayError):
     """Published weights are damaged, incomplete, gone, or for another base version."""
 
 
+class ClusterError(RollwayError):
+    """A Kubernetes cluster did not do what was asked; the message has its own words."""
+
+
+class Forbidden(ClusterError):
+    """A permission is missing; `rule` is the RBAC rule that grants it."""
+
+    def __init__(self, message: str, hint: str = "", *, rule: Mapping[str, Any]) -> None:
+        super().__init__(message, hint)
+        self.rule = dict(rule)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**super().as_json(), "rule": self.rule}
+
+
+class Conflict(ClusterError):
+    """Somebody else has the object, a field of it, or a newer version of it.
+
+    Attributes:
+        fields: the fields in conflict, each with the field manager that holds it.
+    """
+
+    def __init__(
+        self, message: str, hint: str = "", *, fields: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        super().__init__(message, hint)
+        self.fields = list(fields)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**super().as_json(), "fields": self.fields}
+
+
+class KindMissing(ClusterError):
+    """The cluster does not serve a kind of object, or not in this version."""
+
+
+class NamespaceMissing(ClusterError):
+    """The namespace does not exist, or it is being deleted."""
+
+
+class InvalidObject(UsageError):
+    """The API server refused an object: its schema, a CEL rule or a webhook.
+
+    Attributes:
+        causes: (path, the server's words) per violation.
+        manifest: the object as YAML, with its secrets blanked.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        causes: Sequence[tuple[str, str]] = (),
+        manifest: str = "",
+    ) -> None:
+        super().__init__(message, hint)
+        self.causes = list(causes)
+        self.manifest = manifest
+
+    def as_json(self) -> dict[str, Any]:
+        return {**super().as_json(), "causes": self.causes, "manifest": self.manifest}
+
+
 def require(*modules: str) -> None:
     """Raise UsageError unless these modules are installed. Call it before a command starts work."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]

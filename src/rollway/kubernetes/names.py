@@ -1,0 +1,171 @@
+"""The names that Kubernetes, the Dynamo operator and KubeRay derive from ours, and their limits.
+
+    DGD `policy` in namespace `rl`     frontend's Service    policy-frontend
+                                       Dynamo namespace      rl-policy
+                                       of its workers        rl-policy-1a2b3c4d
+    RayJob `train`                     RayCluster            train-x7k2p
+
+Everything that computes or recognises such a name asks this module.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeAlias
+
+from rollway.errors import SpecError
+
+Object: TypeAlias = dict[str, Any]
+"""An object of the Kubernetes API, as its JSON says it."""
+
+FIELD_MANAGER = "rollway"
+MANAGED = {"app.kubernetes.io/managed-by": "rollway"}
+RUN_LABEL = "rollway.dev/run"
+"""The run that an object belongs to."""
+KEY_LABEL = "rollway.dev/key"
+"""The part of the infra file that an object comes from: dynamo.KEY, kuberay.ROLE, deployments.KEY."""
+DGD_LABEL = "nvidia.com/dynamo-graph-deployment-name"
+"""The operator's label on the pods of a DynamoGraphDeployment."""
+
+HTTP_PORT, LISTING_PORT, SYSTEM_PORT = 8000, 8001, 9090
+"""Where a frontend serves the OpenAI API and lists RL workers, and a worker its admin routes."""
+
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # DNS-1035
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+_LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_SUFFIX = r"(-[0-9a-f]{8})?"
+_SEMVER = re.compile(
+    r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?"
+)
+
+LONGEST = {"RayJob": 47, "RayCluster": 53, "Service": 63, "Deployment": 63}
+"""The longest name of each kind. KubeRay appends to the names of its objects, and says so only in
+the status of the object."""
+_LONGEST_NAME = 253
+
+
+# --- labels --------------------------------------------------------------------------------------
+
+
+def select_run(name: str) -> str:
+    """Return the label selector of everything that a run owns."""
+    return f"{RUN_LABEL}={name}"
+
+
+def select_pods(graphs: list[str]) -> str:
+    """Return the label selector of the pods of some DynamoGraphDeployments."""
+    return f"{DGD_LABEL} in ({','.join(sorted(graphs))})"
+
+
+def make_labels(run: str, key: str) -> dict[str, str]:
+    """Return the labels of an object of a run, by which any later command finds it."""
+    return {**MANAGED, RUN_LABEL: run, KEY_LABEL: key}
+
+
+# --- names of others -----------------------------------------------------------------------------
+
+
+def name_service(graph: str, component: str) -> str:
+    """Return the name of the Service that the operator makes for a component."""
+    return f"{graph}-{component}".lower().replace(".", "-")
+
+
+def name_adapter(graph: str, component: str) -> str:
+    """Return the name of the scaling adapter that the operator makes for a component."""
+    return name_service(graph, component)
+
+
+def name_dynamo_namespace(namespace: str, graph: str) -> str:
+    """Return the Dynamo namespace of a DynamoGraphDeployment, without the suffix of its workers."""
+    return f"{namespace}-{graph.replace('.', '-')}"
+
+
+def is_worker_namespace(candidate: str, namespace: str, graph: str) -> bool:
+    """Return whether workers of a DynamoGraphDeployment register in a Dynamo namespace.
+
+    The operator appends eight hexadecimal digits to that of workers in Deployments, and none to
+    that of frontends and of workers that Grove runs."""
+    name = re.escape(name_dynamo_namespace(namespace, graph))
+    return re.fullmatch(name + _SUFFIX, candidate) is not None
+
+
+def find_frontend(graph: Object) -> str | None:
+    """Return the Service of a DynamoGraphDeployment's frontend; None if it has no frontend."""
+    spec = graph.get("spec") or {}
+    if "components" in spec:
+        named = {c["name"]: c.get("type") for c in spec["components"] or []}
+    else:
+        named = {n: s.get("componentType") for n, s in (spec.get("services") or {}).items()}
+    for component, kind in named.items():
+        if kind == "frontend":
+            return name_service(graph["metadata"]["name"], component)
+    return None
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check_name(kind: str, name: str, field: str) -> str:
+    """Return a name; raise SpecError if Kubernetes or the operator of its kind would refuse it."""
+    limit = LONGEST.get(kind, _LONGEST_NAME)
+    if len(name) > limit:
+        raise SpecError(
+            f"`{field}`: the {kind} {name} has a name of {len(name)} characters.",
+            f"Use at most {limit}.",
+        )
+    pattern = _LABEL if kind in ("RayJob", "RayCluster", "Service") else _SUBDOMAIN
+    if not pattern.fullmatch(name):
+        rule = "lower-case letters, digits and inner dashes"
+        first = ", with a letter first" if pattern is _LABEL else ""
+        raise SpecError(
+            f"`{field}`: {name!r} cannot be the name of a {kind}.", f"Use {rule}{first}."
+        )
+    return name
+
+
+def check_graph_name(name: str, components: list[str], field: str) -> None:
+    """Raise SpecError if a DynamoGraphDeployment's name is too long once the operator has
+    appended the names of its components."""
+    check_name("DynamoGraphDeployment", name, field)
+    for component in components:
+        service = name_service(name, component)
+        if len(service) > LONGEST["Service"]:
+            raise SpecError(
+                f"`{field}`: the operator names the Service of component {component} {service}, "
+                f"which has {len(service)} characters.",
+                f"Use a name of at most {LONGEST['Service'] - len(component) - 1}.",
+            )
+
+
+def check_labels(labels: dict[str, str], field: str) -> None:
+    """Raise SpecError for a label that Kubernetes would refuse."""
+    for key, value in labels.items():
+        if not _LABEL_KEY.fullmatch(key):
+            raise SpecError(f"`{field}`: {key!r} cannot be the key of a label.", "Correct it.")
+        if not _LABEL_VALUE.fullmatch(value):
+            raise SpecError(
+                f"`{field}.{key}`: {value!r} cannot be the value of a label.",
+                "Use up to 63 letters, digits, dashes, dots and underscores.",
+            )
+
+
+def read_tag(image: str) -> str:
+    """Return the tag of an image; "" if it has none. A port of the registry is no tag."""
+    name = image.partition("@")[0].rpartition("/")[2]
+    return name.partition(":")[2]
+
+
+def check_image(image: str, field: str) -> str:
+    """Return an image; raise SpecError if it names no version: it could change between pods."""
+    if not read_tag(image) and "@sha256:" not in image:
+        raise SpecError(
+            f"`{field}`: the image {image} has no tag, so pods may run different versions.",
+            "Append a tag or a digest.",
+        )
+    return image
+
+
+def has_version_tag(image: str) -> bool:
+    """Return whether the Dynamo operator can read the runtime's version from an image's tag."""
+    return _SEMVER.fullmatch(read_tag(image)) is not None
