@@ -17,9 +17,9 @@ The RayJob owns everything from step 3 on, and asks for no pod before step 6: de
 whole rollback, also for a CLI that was killed. Training waits for inference, and no GPU of it is
 held meanwhile. After step 8 inference goes when training's cluster goes.
 
-`inference-first` is for jobs that KubeRay cannot suspend: 3, 4 and 5 without an owner, then a RayJob
-that is not suspended, 7, 8, 9. `long-lived` has no RayJob: a RayCluster is the owner from the
-start, then 3, 4, 5, the clusters of other roles with their daemons, and a submission.
+`inference-first` is for jobs that KubeRay cannot suspend: 3, 4 and 5 without an owner, then a
+RayJob that is not suspended, 7, 8, 9. `long-lived` has no RayJob: a RayCluster is the owner from
+the start, then 3, 4, 5, the clusters of other roles with their daemons, and a submission.
 
 Promises, each with its test in tests/kubernetes:
 - A failure before the driver is submitted leaves no object of the run, the failing one included.
@@ -182,8 +182,9 @@ class JobRun:
         asked = {**self._job, "spec": {**self._job["spec"], "suspend": suspend}}
         drift = self._cluster.diff_fields(RAYJOB, asked)
         if drift:
+            paths = ", ".join(field.path for field in drift)
             raise RunExists(
-                f"Run {run.name} exists with other fields: {', '.join(field.path for field in drift)}.",
+                f"Run {run.name} exists with other fields: {paths}.",
                 "Use another name, or --recreate to replace it.",
             )
 
@@ -227,7 +228,7 @@ class JobRun:
             raise make_ended_error(job)
 
 
-# --- what an operator's answer means ---------------------------------------------------------------
+# --- what an operator's answer means -------------------------------------------------------------
 
 
 def _decide_suspended(job: Object) -> Object | None:
@@ -249,10 +250,11 @@ def _decide_suspended(job: Object) -> Object | None:
 
 def _decide_cluster_name(job: Object) -> str | None:
     status = job.get("status") or {}
-    if status.get("jobDeploymentStatus") in ENDED and not status.get("rayClusterName"):
+    state = status.get("jobDeploymentStatus")
+    if state in ENDED and not status.get("rayClusterName"):
         raise make_ended_error(job)
     # A job that is being suspended still has the name of a cluster that never comes.
-    if job["spec"].get("suspend") or status.get("jobDeploymentStatus") in ("Suspending", "Suspended"):
+    if job["spec"].get("suspend") or state in ("Suspending", "Suspended"):
         return None
     return status.get("rayClusterName") or None
 

@@ -1,4 +1,4 @@
-"""The steps that all orders of a run share: apply its objects, wait for them, own them, undo them."""
+"""The steps that all orders of a run share: apply objects, wait for them, own them, undo them."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def wait_for_deployments(cluster: Cluster, run: str, names: Sequence[str], timeo
             if pair[1].type == "DELETED":
                 raise make_deleted_error(DEPLOYMENT, pair[1].name)
             missing.pop(pair[1].name, None)
-            if reason := _find_missing(pair[1].object):
+            if reason := explain_deployment(pair[1].object):
                 missing[pair[1].name] = reason
     if not missing:
         return
@@ -115,7 +115,7 @@ def wait_for_deployments(cluster: Cluster, run: str, names: Sequence[str], timeo
     )
 
 
-def _find_missing(deployment: Object) -> str:
+def explain_deployment(deployment: Object) -> str:
     """Say what a Deployment waits for; "" if for nothing."""
     status = deployment.get("status") or {}
     wanted = deployment["spec"].get("replicas", 1)
