@@ -6,7 +6,7 @@ BIN := .venv/bin
 # `make test ARGS="-n 0"` runs them one after the other.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help setup setup-curator setup-nemo-rl setup-prime-rl setup-verl demo docs test test-all test-curator test-fast test-nemo-rl test-prime-rl test-ray test-verl lint format clean
+.PHONY: help setup setup-curator setup-k8s setup-nemo-rl setup-prime-rl setup-verl demo docs test test-all test-curator test-fast test-k8s test-nemo-rl test-prime-rl test-ray test-verl lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ setup-prime-rl: setup  ## create .venv-prime-rl, where prime-rl's clients run
 setup-nemo-rl: setup  ## create .venv-nemo-rl, where NeMo-RL's trainer runs
 	@$(PYTHON) scripts/setup_trainer_env.py nemo-rl
 
+setup-k8s: setup  ## find or build a Kubernetes control plane for tests (a quarter of an hour, once)
+	@test -n "$$KUBEBUILDER_ASSETS" || scripts/build_control_plane.sh
+
 demo: setup  ## train a tiny policy with GRPO on a real Dynamo stack
 	@$(BIN)/rollway demo
 
@@ -33,10 +36,10 @@ docs: setup  ## write docs/api.md from the docstrings
 	@$(BIN)/python scripts/api_page.py
 
 test: setup  ## all tests but the soaks, against real Dynamo and vLLM on CPU
-	@$(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator --ignore tests/prime_rl --ignore tests/nemo_rl $(PARALLEL) $(ARGS)
+	@$(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator --ignore tests/prime_rl --ignore tests/nemo_rl --ignore tests/kubernetes $(PARALLEL) $(ARGS)
 
 test-all: setup  ## all tests, with the soaks and every example of the fuzzers
-	@ROLLWAY_TEST_SOAK=1 $(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator --ignore tests/prime_rl --ignore tests/nemo_rl $(PARALLEL) $(ARGS)
+	@ROLLWAY_TEST_SOAK=1 $(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator --ignore tests/prime_rl --ignore tests/nemo_rl --ignore tests/kubernetes $(PARALLEL) $(ARGS)
 
 test-fast: setup  ## unit and property tests only
 	@$(BIN)/python -m pytest -m "not stack" $(ARGS)
@@ -55,6 +58,9 @@ test-prime-rl: setup-prime-rl  ## trainings with prime-rl's clients, and with it
 
 test-nemo-rl: setup-nemo-rl  ## trainings through NeMo-RL's interfaces, and its own trainer from a checkout
 	@$(BIN)/python -m pytest tests/nemo_rl $(ARGS)
+
+test-k8s: setup-k8s  ## everything on Kubernetes, against a real API server with the real CRDs
+	@$(BIN)/python -m pytest tests/kubernetes tests/unit/kubernetes -n 0 $(ARGS)
 
 lint: setup  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -188,6 +188,14 @@ def _parse_index(items: list[Any], key: str, shown: str) -> int:
     return int(key)
 
 
+def copy_plain(value: Any) -> Any:
+    """Copy plain data, and what a YAML alias names once for each place, so that a change in one
+    place is none in another."""
+    if isinstance(value, Mapping):
+        return {key: copy_plain(item) for key, item in value.items()}
+    return [copy_plain(item) for item in value] if isinstance(value, list) else value
+
+
 def check_plain(data: Any, what: str, free_text: tuple[str, ...] = ("",)) -> None:
     """Raise SpecError for data that is too deep, endless or unprintable.
 
@@ -249,17 +257,18 @@ def _check_number(number: float, path: str) -> None:
 _MAX_SHOWN = 5
 
 
-def describe_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """Describe what is wrong with data for `model`, one sentence per field."""
+def describe_error(error: ValidationError, model: type[BaseModel], whole: str = "the stack") -> str:
+    """Describe what is wrong with data for `model`, one sentence per field. `whole` names what an
+    error without a field is about."""
     details = error.errors()
-    sentences = [_describe_detail(dict(detail), model) for detail in details[:_MAX_SHOWN]]
+    sentences = [_describe_detail(dict(detail), model, whole) for detail in details[:_MAX_SHOWN]]
     if len(details) > _MAX_SHOWN:
         sentences.append(f"There are {len(details) - _MAX_SHOWN} more.")
     return " ".join(sentences)
 
 
-def _describe_detail(detail: dict[str, Any], model: type[BaseModel]) -> str:
-    path = ".".join(str(part) for part in detail["loc"]) or "the stack"
+def _describe_detail(detail: dict[str, Any], model: type[BaseModel], whole: str) -> str:
+    path = ".".join(str(part) for part in detail["loc"]) or whole
     if detail["type"] == "extra_forbidden":
         return f"`{path}`: there is no such field.{_suggest(detail['loc'], model)}"
     message = str(detail["msg"]).removeprefix("Value error, ")
@@ -273,18 +282,22 @@ def _describe_detail(detail: dict[str, Any], model: type[BaseModel]) -> str:
 
 
 def _suggest(location: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    for step in location[:-1]:
-        if isinstance(step, str):
-            model = _get_part(model, step)
+    steps = iter(location[:-1])
+    for step in steps:
+        if isinstance(step, str) and step in model.model_fields:
+            annotation = model.model_fields[step].annotation
+            if typing.get_origin(annotation) is dict:
+                next(steps, None)  # a key that the user chose
+            model = _get_part(annotation) or model
     close = difflib.get_close_matches(str(location[-1]), list(model.model_fields), n=1, cutoff=0.5)
     if close:
         return f" Did you mean `{close[0]}`?"
     return f" Known here: {', '.join(sorted(model.model_fields))}."
 
 
-def _get_part(model: type[BaseModel], field: str) -> type[BaseModel]:
-    annotation = model.model_fields[field].annotation
+def _get_part(annotation: Any) -> type[BaseModel] | None:
+    """Return the model in the type of a field; None if it has none."""
     for candidate in (annotation, *typing.get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
-    return model
+    return None

@@ -27,7 +27,7 @@ ORDER = [
     "aio",
     "__init__",
     "gateway",
-    "integrations demo",
+    "kubernetes integrations demo",
     "chaos",
     "bench",
     "cli",

@@ -23,7 +23,7 @@ MANAGED = {"app.kubernetes.io/managed-by": "rollway"}
 RUN_LABEL = "rollway.dev/run"
 """The run that an object belongs to."""
 KEY_LABEL = "rollway.dev/key"
-"""The part of the infra file that an object comes from: dynamo.KEY, kuberay.ROLE, deployments.KEY."""
+"""The part of the infra file that it comes from: dynamo.KEY, kuberay.ROLE or deployments.KEY."""
 DGD_LABEL = "nvidia.com/dynamo-graph-deployment-name"
 """The operator's label on the pods of a DynamoGraphDeployment."""
 

@@ -1,0 +1,226 @@
+"""DynamoGraphDeployments (DGDs) of a run: from a manifest or a stack, with what the run adds.
+
+    manifest or stack  ->  overrides  ->  name, labels, annotations  ->  every pod
+
+Both versions of the CRD are read. What a manifest says about a pod wins over the infra file, except
+for `overrides`, which are the user's word for this run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollway.errors import SpecError
+from rollway.kubernetes import pods
+from rollway.kubernetes.infra import read_text
+from rollway.kubernetes.names import (
+    Object,
+    check_graph_name,
+    check_name,
+    has_version_tag,
+    make_labels,
+)
+from rollway.kubernetes.spec import DynamoSpec, Infra
+from rollway.plain import check_plain, copy_plain
+
+KIND = "DynamoGraphDeployment"
+ALPHA, BETA = "nvidia.com/v1alpha1", "nvidia.com/v1beta1"
+MAIN = "main"
+"""The container of a component that runs Dynamo."""
+_KAI_QUEUE = "nvidia.com/kai-scheduler-queue"
+_MOST_DOCUMENTS = 1000
+
+
+def load_graph(infra: Infra, key: str) -> Object:
+    """Return the DGD of a part of the infra file, complete."""
+    spec, field = infra.dynamo[key], f"dynamo.{key}"
+    if spec.manifest is not None:
+        source = read_manifest(spec.manifest)
+        own_namespace = source["metadata"].get("namespace")
+        if own_namespace and infra.namespace and own_namespace != infra.namespace:
+            raise SpecError(
+                f"`{field}.manifest`: {spec.manifest.name} is for the namespace {own_namespace}, "
+                f"and the run for {infra.namespace}.",
+                "Remove the namespace from the manifest, or correct one of the two.",
+            )
+    else:
+        from rollway.kubernetes.render import render_part  # it completes pods, too
+
+        source = render_part(infra, key)
+    graph: Object = copy_plain(source)
+    graph["spec"] = override_spec(graph, spec.overrides, f"{field}.overrides")
+    _set_metadata(infra, graph, spec, field)
+    names = [name for name, _ in list_components(graph)]
+    check_graph_name(graph["metadata"]["name"], names, f"{field}.name")
+    for name, component in list_components(graph):
+        _complete_component(infra, graph, component, f"{field}: component {name}")
+    return graph
+
+
+# --- manifests -----------------------------------------------------------------------------------
+
+
+def read_manifest(path: Path) -> Object:
+    """Return the only DGD of a YAML file, which may have other documents, too."""
+    documents = read_documents(path)
+    graphs = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
+    if len(graphs) != 1:
+        kinds = sorted({str(d.get("kind")) for d in documents if isinstance(d, dict)})
+        count = "no" if not graphs else str(len(graphs))
+        raise SpecError(
+            f"{path} has {count} {KIND}{'s' if len(graphs) > 1 else ''} "
+            f"(it has {', '.join(kinds) or 'nothing'}).",
+            "Name a file with exactly one.",
+        )
+    check_graph(graphs[0], str(path))
+    return graphs[0]
+
+
+def read_documents(path: Path) -> list[Any]:
+    """Return the documents of a YAML file."""
+    text = read_text(path)
+    try:
+        documents = []
+        for document in yaml.safe_load_all(text):
+            documents.append(document)
+            if len(documents) > _MOST_DOCUMENTS:
+                raise SpecError(f"{path} has too many documents.", "Is it the right file?")
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SpecError(f"{path} is not valid YAML: {reason}.", "Correct it.") from error
+    for document in documents:
+        check_plain(document, str(path))
+    return documents
+
+
+def check_graph(graph: Object, source: str) -> None:
+    """Raise SpecError unless an object has the shape of a DGD of a known version."""
+    version = graph.get("apiVersion")
+    if version not in (ALPHA, BETA):
+        raise SpecError(
+            f"{source} is of the version {version}.", f"Use {BETA}, or {ALPHA} for old operators."
+        )
+    metadata, spec = graph.get("metadata"), graph.get("spec")
+    if not isinstance(metadata, dict) or not metadata.get("name") or not isinstance(spec, dict):
+        raise SpecError(f"{source} has no `metadata.name` or no `spec`.", "Give both.")
+    parts = spec.get("services") if version == ALPHA else spec.get("components")
+    expected = dict if version == ALPHA else list
+    if not isinstance(parts, expected) or not parts:
+        field = "services" if version == ALPHA else "components"
+        kind = "mapping" if version == ALPHA else "list"
+        raise SpecError(f"{source}: `spec.{field}` is no {kind} of components.", "Give it.")
+    for part in parts.values() if isinstance(parts, dict) else parts:
+        if not isinstance(part, dict) or (version == BETA and not part.get("name")):
+            raise SpecError(f"{source} has a component without fields or name.", "Name it.")
+
+
+def list_components(graph: Object) -> list[tuple[str, Object]]:
+    """Return the components of a DGD of either version, by name."""
+    if graph["apiVersion"] == ALPHA:
+        return list(graph["spec"]["services"].items())
+    return [(part["name"], part) for part in graph["spec"]["components"]]
+
+
+def get_type(graph: Object, component: Object) -> str:
+    """Return the type of a component: frontend, worker, prefill, decode, planner, epp, or ""."""
+    field = "componentType" if graph["apiVersion"] == ALPHA else "type"
+    return str(component.get(field) or "")
+
+
+# --- overrides -----------------------------------------------------------------------------------
+
+
+def override_spec(graph: Object, overrides: Object, field: str) -> Object:
+    """Return the spec of a DGD with a user's fields over it.
+
+    Components are merged by name, written as a mapping or as the list of the manifest, and so are
+    lists whose items all have a `name` (containers, env, volumes)."""
+    section = "services" if graph["apiVersion"] == ALPHA else "components"
+    other = "components" if section == "services" else "services"
+    if other in overrides:
+        raise SpecError(
+            f"`{field}.{other}`: a manifest of {graph['apiVersion']} has `{section}`.",
+            f"Write `{section}`.",
+        )
+    over = copy_plain(overrides)
+    named = over.pop(section, {})
+    if isinstance(named, list):
+        named = {str(part.get("name")): part for part in named if isinstance(part, dict)}
+    if not isinstance(named, dict):
+        raise SpecError(f"`{field}.{section}` is no mapping of components.", "Name them.")
+    spec: Object = _merge_named(graph["spec"], over)
+    known = dict(list_components(graph))
+    for name, part in named.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"It has {', '.join(known)}."
+            raise SpecError(f"`{field}`: the graph has no component {name}.", hint)
+        known[name] = _merge_named(known[name], part)
+    spec[section] = known if section == "services" else list(known.values())
+    return spec
+
+
+def _merge_named(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return {**base, **{key: _merge_named(base.get(key), value) for key, value in over.items()}}
+    if _is_named(base) and _is_named(over):
+        items = {item["name"]: item for item in base}
+        for item in over:
+            items[item["name"]] = _merge_named(items.get(item["name"]), item)
+        return list(items.values())
+    return over
+
+
+def _is_named(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) and "name" in item for item in value)
+    )
+
+
+# --- what the run adds ---------------------------------------------------------------------------
+
+
+def _set_metadata(infra: Infra, graph: Object, spec: DynamoSpec, field: str) -> None:
+    metadata = graph["metadata"]
+    queue = {_KAI_QUEUE: infra.scheduler.queue} if infra.scheduler.kind == "kai" else {}
+    labels = {**infra.labels, **(metadata.get("labels") or {}), **spec.labels}
+    own = {**queue, **infra.annotations, **(metadata.get("annotations") or {})}
+    annotations = {**own, **spec.annotations}
+    name = check_name(KIND, spec.name or metadata["name"], f"{field}.name")
+    labels |= make_labels(infra.name, field)
+    graph["metadata"] = pods.make_metadata(infra, name, labels, annotations)
+    graph.pop("status", None)
+
+
+def _complete_component(infra: Infra, graph: Object, component: Object, field: str) -> None:
+    if graph["apiVersion"] == ALPHA:
+        pod = component.setdefault("extraPodSpec", {})
+        container = pod.setdefault("mainContainer", {})
+        metadata_field = "extraPodMetadata"
+        metadata = component
+    else:
+        template = component.setdefault("podTemplate", {})
+        pod = template.setdefault("spec", {})
+        containers = pod.setdefault("containers", [])
+        container = next((c for c in containers if c.get("name") == MAIN), None)
+        if container is None:
+            container = {"name": MAIN}
+            containers.insert(0, container)
+        metadata_field, metadata = "metadata", template
+    pods.complete_pod(infra, pod, container, field)
+    if infra.scheduler.kind == "kueue":
+        part = metadata.setdefault(metadata_field, {})
+        queue = {pods.KUEUE_QUEUE: infra.scheduler.queue}
+        part["labels"] = {**queue, **(part.get("labels") or {})}
+    if not component.get("runtimeVersionOverride") and not has_version_tag(container["image"]):
+        raise SpecError(
+            f"`{field}`: the operator reads Dynamo's version from the image's tag, and "
+            f"{container['image']} has none like 1.6.1.",
+            "Tag the image with the version, or set `runtimeVersionOverride` in `overrides`.",
+        )

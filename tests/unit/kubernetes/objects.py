@@ -1,0 +1,71 @@
+"""Infra files and manifests for the tests of what is rendered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from rollway.kubernetes.infra import Infra, merge, parse_infra
+from rollway.plain import copy_plain
+
+IMAGE = "registry/rollway-dynamo:1.6.1"
+
+BETA = """
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: other}
+---
+apiVersion: nvidia.com/v1beta1
+kind: DynamoGraphDeployment
+metadata: {name: policy, labels: {team: a}}
+spec:
+  components:
+    - name: Frontend
+      type: frontend
+      podTemplate:
+        spec: {containers: [{name: main, image: "registry/rollway-dynamo:1.6.1"}]}
+    - name: worker
+      type: worker
+      replicas: 2
+      podTemplate:
+        spec:
+          containers:
+            - name: main
+              env: [{name: A, value: "1"}]
+              resources: {limits: {nvidia.com/gpu: "1"}}
+"""
+
+ALPHA = """
+apiVersion: nvidia.com/v1alpha1
+kind: DynamoGraphDeployment
+metadata: {name: policy}
+spec:
+  services:
+    Frontend: {componentType: frontend}
+    worker: {componentType: worker, replicas: 2, resources: {limits: {gpu: "1"}}}
+"""
+
+_POD = {"spec": {"containers": [{"name": "ray"}]}}
+CLUSTER: dict[str, Any] = {
+    "rayVersion": "2.57.0",
+    "headGroupSpec": {"template": _POD},
+    "workerGroupSpecs": [{"groupName": "gpu", "replicas": 2, "template": _POD}],
+}
+
+SMALL: dict[str, Any] = {
+    "name": "math",
+    "namespace": "rl",
+    "image": IMAGE,
+    "kuberay": {"training": {"spec": CLUSTER}},
+    "launch": {"entrypoint": "python train.py"},
+}
+
+
+def make_infra(**fields: Any) -> Infra:
+    """Return a small run with some fields over it."""
+    return parse_infra(merge(copy_plain(SMALL), fields))
+
+
+def dump(value: Any) -> str:
+    return yaml.safe_dump(value)
