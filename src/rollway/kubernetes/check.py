@@ -14,8 +14,17 @@ from typing import Any
 
 from rollway.errors import ClusterError, Forbidden, KindMissing, NamespaceMissing, RollwayError
 from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, DGD_ALPHA, NAMESPACE, QUOTA, RAYCLUSTER, RAYJOB, Kind
-from rollway.kubernetes.kinds import Object, find_kind
+from rollway.kubernetes.kinds import (
+    DGD,
+    DGD_ALPHA,
+    NAMESPACE,
+    QUOTA,
+    RAYCLUSTER,
+    RAYJOB,
+    Kind,
+    Object,
+    find_kind,
+)
 from rollway.kubernetes.manifests import Manifests
 from rollway.kubernetes.names import RUN_LABEL
 from rollway.kubernetes.permissions import USER, list_verbs
@@ -47,12 +56,12 @@ def check_cluster(cluster: Cluster, manifests: Manifests) -> Iterator[Finding]:
     except ClusterError as error:
         yield Finding("API server", False, error.message, error.hint)
         return
-    served = [finding for finding in _check_kinds(cluster, manifests)]
+    served = list(_check_kinds(cluster, manifests))
     yield from served
     yield from _check_permissions(cluster)
     yield from _check_quota(cluster, manifests)
     if all(finding.ok for finding in served):
-        yield from _check_objects(cluster, manifests)
+        yield from check_objects(cluster, manifests)
 
 
 def _check_namespace(cluster: Cluster) -> Finding:
@@ -144,7 +153,7 @@ def _check_quota(cluster: Cluster, manifests: Manifests) -> Iterator[Finding]:
         yield Finding("quota", True, "none")
 
 
-def _check_objects(cluster: Cluster, manifests: Manifests) -> Iterator[Finding]:
+def check_objects(cluster: Cluster, manifests: Manifests) -> Iterator[Finding]:
     """Have the API server validate every object, as a dry run; show drift of our own fields."""
     for body in manifests.objects:
         kind, name = find_kind(body), body["metadata"]["name"]
@@ -209,8 +218,9 @@ def _count_in(template: Object) -> int:
     )
 
 
-_UNITS = {"m": Fraction(1, 1000), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-          "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}  # fmt: skip
+_UNITS = {"m": Fraction(1, 1000), **{unit: Fraction(1000**power) for power, unit in
+          enumerate("kMGT", 1)}, **{unit: Fraction(1024**power) for power, unit in
+          enumerate(("Ki", "Mi", "Gi", "Ti"), 1)}}  # fmt: skip
 
 
 def read_quantity(text: str) -> Fraction:

@@ -119,8 +119,8 @@ def is_provisioned(ray_cluster: Object) -> bool:
     status = ray_cluster.get("status") or {}
     conditions = {each["type"]: each["status"] for each in status.get("conditions") or []}
     if "RayClusterProvisioned" in conditions:
-        return conditions["RayClusterProvisioned"] == "True"
-    return status.get("state") == "ready"  # KubeRay before 1.3 has no conditions
+        return bool(conditions["RayClusterProvisioned"] == "True")
+    return bool(status.get("state") == "ready")  # KubeRay before 1.3 has no conditions
 
 
 def ensure_driver(

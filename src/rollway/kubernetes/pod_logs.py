@@ -88,7 +88,9 @@ def _find_training_cluster(cluster: Cluster, run: str) -> Object:
     )
 
 
-def _read_driver(cluster: Cluster, run: str, *, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
+def _read_driver(
+    cluster: Cluster, run: str, *, follow: bool, tail: int
+) -> Iterator[tuple[str, str]]:
     ray_cluster = _find_training_cluster(cluster, run)
     jobs = list_kind(cluster, RAYJOB, select_run(run))
     job_id = str((jobs[0].get("status") or {}).get("jobId") or "") if jobs else run

@@ -58,7 +58,9 @@ def scale(
     before = 1 if part.get("replicas") is None else int(part["replicas"])
     if _has_adapter(part):
         adapter = name_adapter(name, component)
-        scaling = Scaling(run, name, component, before, replicas, f"{SCALING_ADAPTER.kind} {adapter}")
+        scaling = Scaling(
+            run, name, component, before, replicas, f"{SCALING_ADAPTER.kind} {adapter}"
+        )
         if not dry_run:
             change_body = {"spec": {"replicas": replicas}}
             cluster.patch(SCALING_ADAPTER, adapter, change_body, subresource="scale")

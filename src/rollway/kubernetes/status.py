@@ -72,7 +72,9 @@ class RunStatus:
     @property
     def waits_for(self) -> list[str]:
         """Why the run is not further, one sentence each."""
-        return [f"{part.kind} {part.name}: {part.waits_for}" for part in self.parts if part.waits_for]
+        return [
+            f"{part.kind} {part.name}: {part.waits_for}" for part in self.parts if part.waits_for
+        ]
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "waits_for": self.waits_for}
@@ -183,7 +185,9 @@ def _list_pods(
         pods |= {body["metadata"]["name"]: body for body in cluster.list(POD, labels=selector)[0]}
     asked = 0
     for name, body in sorted(pods.items()):
-        is_ready = all(each.get("ready") for each in _get_containers(body)) and _get_containers(body)
+        is_ready = all(each.get("ready") for each in _get_containers(body)) and _get_containers(
+            body
+        )
         event = ""
         if not is_ready and asked < _MOST_EVENTS:
             asked += 1

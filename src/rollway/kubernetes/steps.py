@@ -57,7 +57,6 @@ class RunOptions:
     order: Order = "auto"
     wait: bool = True
     recreate: bool = False
-    targets: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
 
 

@@ -59,6 +59,18 @@ def list_kind(cluster: Cluster, kind: Kind, labels: str) -> list[Object]:
         return list_kind(cluster, DGD_ALPHA, labels) if kind == DGD else []
 
 
+def list_targets(
+    cluster: Cluster, name: str, *, keep: Collection[str] = (), keys: Collection[str] = ()
+) -> list[tuple[Kind, Object]]:
+    """Return what `take_down` would delete."""
+    return [
+        (kind, body)
+        for kind, body in list_objects(cluster, name)
+        if body["metadata"]["uid"] not in keep
+        and (not keys or body["metadata"]["labels"].get(KEY_LABEL) in keys)
+    ]
+
+
 def take_down(
     cluster: Cluster,
     name: str,
@@ -74,12 +86,7 @@ def take_down(
     `keep` has UIDs that stay, `keys` the values of the key label to which the deletion is limited.
     """
     deadline, removal = Deadline(timeout), Removal(name)
-    chosen = [
-        (kind, body)
-        for kind, body in list_objects(cluster, name)
-        if body["metadata"]["uid"] not in keep
-        and (not keys or body["metadata"].get("labels", {}).get(KEY_LABEL) in keys)
-    ]
+    chosen = list_targets(cluster, name, keep=keep, keys=keys)
     for kind, body in chosen:
         metadata = body["metadata"]
         report(f"delete {kind.kind} {metadata['name']}")
