@@ -232,7 +232,7 @@ def _render(infra: Infra, options: argparse.Namespace) -> Manifests:
     manifests = render_all(infra)
     if not options.target:
         return manifests
-    chosen: dict[str, dict[str, Any]] = {}
+    chosen: dict[str, Any] = {}
     for field, section in _SECTIONS.items():
         parts = getattr(manifests, field)
         chosen[field] = {k: part for k, part in parts.items() if f"{section}.{k}" in options.target}
@@ -280,7 +280,7 @@ def _convert(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summarize(infra: Infra, manifests: Manifests) -> list[dict[str, Any]]:
-    from rollway.kubernetes.scale import list_components
+    from rollway.kubernetes.dgd import list_components
 
     return [
         {
@@ -289,7 +289,7 @@ def _summarize(infra: Infra, manifests: Manifests) -> list[dict[str, Any]]:
             "version": body["apiVersion"],
             "components": {
                 name: 1 if part.get("replicas") is None else part["replicas"]
-                for name, part in list_components(body).items()
+                for name, part in list_components(body)
             },
             "ready_timeout": infra.dynamo[key].ready_timeout,
         }

@@ -1,4 +1,4 @@
-"""The log of a part of a run: of its driver through the dashboard, of pods through the API server."""
+"""The log of a part of a run: of the driver by the dashboard, of pods by the API server."""
 
 from __future__ import annotations
 

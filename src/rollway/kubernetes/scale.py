@@ -12,6 +12,7 @@ from typing import Any
 
 from rollway.errors import ClusterError, Conflict, UsageError
 from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.dgd import list_components
 from rollway.kubernetes.kinds import DGD, SCALING_ADAPTER, Kind, Object, find_kind
 from rollway.kubernetes.names import KEY_LABEL, name_adapter, select_run
 from rollway.kubernetes.teardown import list_kind
@@ -101,13 +102,15 @@ def _find_graph(cluster: Cluster, run: str, key: str, component: str) -> Object:
     matches = [
         graph
         for graph, own in zip(graphs, keys, strict=True)
-        if (own.removeprefix("dynamo.") == key if key else component in list_components(graph))
+        if (
+            own.removeprefix("dynamo.") == key if key else component in dict(list_components(graph))
+        )
     ]
     if not matches:
         known = ", ".join(
             f"{own.removeprefix('dynamo.')}.{name}"
             for graph, own in zip(graphs, keys, strict=True)
-            for name in list_components(graph)
+            for name, _ in list_components(graph)
         )
         raise UsageError(f"Run {run} has no component {key or component}.", f"It has {known}.")
     if len(matches) > 1:
@@ -118,23 +121,14 @@ def _find_graph(cluster: Cluster, run: str, key: str, component: str) -> Object:
     return matches[0]
 
 
-def list_components(graph: Object) -> dict[str, Object]:
-    """Return the components of a graph of either version, by name."""
-    spec = graph.get("spec") or {}
-    if "components" in spec:
-        return {part["name"]: part for part in spec["components"]}
-    return dict(spec.get("services") or {})
-
-
 def _find_component(graph: Object, component: str) -> Object:
-    parts = list_components(graph)
+    parts = dict(list_components(graph))
     if component not in parts:
         name = graph["metadata"]["name"]
         raise UsageError(
             f"Graph {name} has no component {component}.", f"It has {', '.join(parts)}."
         )
-    part: Object = parts[component]
-    return part
+    return parts[component]
 
 
 def _has_adapter(part: Object) -> bool:
