@@ -11,6 +11,8 @@ import pytest
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.kinds import NAMESPACE
 from tests.kubernetes.control_plane import ControlPlane, find_assets
+from tests.kubernetes.dynamo_operator import DynamoOperator
+from tests.kubernetes.kuberay_operator import KubeRayOperator
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +42,33 @@ def kubeconfig(control_plane: ControlPlane, admin: Cluster, tmp_path: Path) -> P
     """A kubeconfig for this test's namespace, for commands that read one."""
     path = tmp_path / "kubeconfig"
     return control_plane.write_kubeconfig(path, control_plane.token, admin.namespace)
+
+
+@pytest.fixture
+def operators(control_plane: ControlPlane, admin: Cluster) -> Cluster:
+    """The administrator again, with a count of requests of its own, for stand-ins."""
+    return Cluster.connect(kubeconfig=control_plane.kubeconfig, namespace=admin.namespace)
+
+
+@pytest.fixture
+def dynamo(operators: Cluster, tmp_path: Path) -> Iterator[DynamoOperator]:
+    """A stand-in for Dynamo's operator, with stubs of frontends."""
+    with DynamoOperator(operators, tmp_path / "dynamo") as operator:
+        yield operator
+
+
+@pytest.fixture
+def light_dynamo(operators: Cluster, tmp_path: Path, base_model: Path) -> Iterator[DynamoOperator]:
+    """The same, with real frontends and light workers."""
+    with DynamoOperator(operators, tmp_path / "dynamo", base_model) as operator:
+        yield operator
+
+
+@pytest.fixture
+def kuberay(operators: Cluster, tmp_path: Path) -> Iterator[KubeRayOperator]:
+    """A stand-in for KubeRay's operator."""
+    with KubeRayOperator(operators, tmp_path / "kuberay") as operator:
+        yield operator
 
 
 def make_namespace(name: str) -> dict[str, object]:

@@ -306,10 +306,11 @@ class ControlPlane:
                 assert process.poll() is None, f"{name} ended:\n{log.read_text()[-2000:]}"
             headers = {"Authorization": f"Bearer {self.token}"}
             request = urllib.request.Request(url, headers=headers)
-            with contextlib.suppress(OSError):
+            try:
                 with urllib.request.urlopen(request, timeout=2, context=_trust_all()) as answer:
                     return bool(answer.status == 200)
-            return False
+            except OSError:
+                return False
 
         wait_until(answers, START_SECONDS, every=0.1, what=url)
 
