@@ -102,7 +102,12 @@ class World:
         return infra, render_all(infra)
 
     def run(
-        self, infra: Infra, *, reports: list[str] | None = None, limits: Limits = QUICK, **options: Any
+        self,
+        infra: Infra,
+        *,
+        reports: list[str] | None = None,
+        limits: Limits = QUICK,
+        **options: Any,
     ) -> RunResult:
         report = (lambda _: None) if reports is None else reports.append
         options = {"wait": False, **options}

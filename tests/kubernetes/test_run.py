@@ -35,7 +35,15 @@ def test_training_waits_for_inference_and_then_owns_it(world: World) -> None:
     assert world.get_owners(DGD, "policy") == [f"RayCluster {result.ray_cluster}"]
     assert world.get_owners(DGD, "judge") == [f"RayCluster {result.ray_cluster}"]
     order = [step for step in result.steps if step != "deployments"]
-    assert order == ["suspended", "graphs applied", "gates", "resumed", "cluster", "owned", "driver"]
+    assert order == [
+        "suspended",
+        "graphs applied",
+        "gates",
+        "resumed",
+        "cluster",
+        "owned",
+        "driver",
+    ]
     take_down(world.cluster, RUN)
     world.wait_until_empty()
 
@@ -209,7 +217,9 @@ def test_another_owner_is_refused_and_the_users_graph_is_never_touched(world: Wo
     infra, _ = world.load(make_graph("policy"), make_graph("judge"))
     with pytest.raises(ClusterError, match="policy .*was not created by Rollway"):
         world.run(infra)
-    world.wait_until_empty(but=("policy", "policy-frontend", "policy-frontend-0", "policy-worker-0"))
+    world.wait_until_empty(
+        but=("policy", "policy-frontend", "policy-frontend-0", "policy-worker-0")
+    )
     after = world.get(DGD, "policy")
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     assert after["spec"] == before["spec"]
