@@ -29,7 +29,9 @@ def theirs(world: World) -> tuple[str, ...]:
 
 
 def test_inference_goes_with_the_ray_cluster(world: World, theirs: tuple[str, ...]) -> None:
-    infra, _ = world.load(make_graph("policy"), make_graph("judge"), launch={"entrypoint": "sleep 60"})
+    infra, _ = world.load(
+        make_graph("policy"), make_graph("judge"), launch={"entrypoint": "sleep 60"}
+    )
     result = world.run(infra)
     world.kuberay.get_faults(RUN).no_cluster = True  # a real KubeRay would not make another
     world.admin.delete(RAYCLUSTER, result.ray_cluster)
