@@ -1,4 +1,4 @@
-"""The shipped Roles are exactly enough: tokens of real service accounts, one verb less at a time."""
+"""The shipped Roles are exactly enough: real service accounts, one verb less at a time."""
 
 from __future__ import annotations
 

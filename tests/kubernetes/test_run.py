@@ -192,7 +192,7 @@ def test_a_second_run_of_one_name_resumes_refuses_and_never_doubles(world: World
     assert second.driver is not None and first.driver is not None
     assert second.driver.id == first.driver.id
     other, _ = world.load(launch={"entrypoint": "sleep 61"})
-    with pytest.raises(RunExists, match="spec.entrypoint"):
+    with pytest.raises(RunExists, match=r"spec\.entrypoint"):
         world.run(other)
     assert world.get(RAYJOB, RUN)["spec"]["entrypoint"] == "sleep 60"
     again = world.run(other, recreate=True)
@@ -215,7 +215,7 @@ def test_another_owner_is_refused_and_the_users_graph_is_never_touched(world: Wo
     world.admin.create(DGD, graph)
     before = wait_until(lambda: _find_settled(world), 30)
     infra, _ = world.load(make_graph("policy"), make_graph("judge"))
-    with pytest.raises(ClusterError, match="policy .*was not created by Rollway"):
+    with pytest.raises(ClusterError, match=r"policy .*was not created by Rollway"):
         world.run(infra)
     world.wait_until_empty(
         but=("policy", "policy-frontend", "policy-frontend-0", "policy-worker-0")

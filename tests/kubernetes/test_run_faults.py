@@ -41,7 +41,7 @@ def meanwhile(action: Callable[[], object]) -> Iterator[None]:
     def call() -> None:
         try:
             action()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised at the end
             errors.append(error)
 
     thread = threading.Thread(target=call, daemon=True)
@@ -165,7 +165,7 @@ def test_a_job_that_kuberay_refuses_takes_all_with_it(world: World) -> None:
     del job["spec"]["ttlSecondsAfterFinished"]
     options = RunOptions(wait=False, limits=QUICK)
     run = Run(world.cluster, infra, manifests, options, lambda _: None, "suspended")
-    with pytest.raises(ClusterError, match="ValidationFailed.*not allowed") as caught:
+    with pytest.raises(ClusterError, match=r"ValidationFailed.*not allowed") as caught:
         JobRun(run).start()
     assert "inference-first" in caught.value.hint
     world.wait_until_empty()
@@ -276,7 +276,7 @@ def test_a_finalizer_that_hangs_is_named(world: World) -> None:
     infra, _ = world.load(**SLEEP)
     world.run(infra)
     world.admin.patch(DGD, "policy", {"metadata": {"finalizers": ["tests/hold"]}})
-    with pytest.raises(ClusterError, match="policy.*tests/hold"):
+    with pytest.raises(ClusterError, match=r"policy.*tests/hold"):
         take_down(world.cluster, RUN, timeout=3)
     answer = world.call("status", RUN)
     [waits] = [text for text in answer["waits_for"] if "policy" in text]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import rollway
-from rollway.cli.k8s_grammar import add_k8s_commands
+from rollway.cli.k8s_grammar import add_k8s_bench, add_k8s_commands
 
 Add = Callable[..., argparse.ArgumentParser]
 
@@ -331,8 +331,7 @@ def _add_bench_commands(add: Add) -> None:
     _add_spec(parser, "a stack file; a stand-in without it")
     parser.add_argument("--requests", type=int, default=100_000, help="how many (default 100000)")
     parser.add_argument("--agents", type=int, default=64, help="how many at once (default 64)")
-    parser = add("k8s", "bench:k8s", "runs on a real control plane, against the fewest requests")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
+    add_k8s_bench(add("k8s", "bench:k8s", "runs on a cluster, against the fewest requests"))
     add("disaggregated", "bench:disaggregated", "prefill and decode apart, against both in one")
     add("plan", "bench:plan", "planning weight transfers of large models")
     parser = add("ray", "bench:ray", "stacks on a Ray cluster, against one machine")

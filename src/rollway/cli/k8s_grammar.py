@@ -72,6 +72,16 @@ def add_k8s_commands(add: Add) -> None:
     _add_wait(parser, "return when the gates are passed again (default)", None)
 
 
+def add_k8s_bench(parser: argparse.ArgumentParser) -> None:
+    text = "the run that is measured: one graph and a job"
+    parser.add_argument("--infra", type=Path, required=True, metavar="FILE", help=text)
+    text = "override a field of the infra file; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=text)
+    parser.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: $KUBECONFIG")
+    parser.add_argument("--namespace", "-n", help="default: the context's")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
+
+
 def _add_infra(parser: argparse.ArgumentParser) -> None:
     text = "the trainer's recipe; it may have the section `infra:`"
     parser.add_argument("recipe", nargs="?", type=Path, metavar="RECIPE", help=text)
