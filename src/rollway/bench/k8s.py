@@ -117,7 +117,7 @@ def _measure_run(place: Place, graphs: int) -> dict[str, Any]:
     finally:
         take_down(cluster, infra.name)
         cluster.close()
-    # One write for each object, a watch of jobs, of graphs and of pods, a question to each frontend.
+    # A write for each object, a watch of jobs, graphs and pods, a question to each frontend.
     fewest = 1 + graphs + 3 + graphs
     return {
         "graphs": graphs,

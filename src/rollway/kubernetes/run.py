@@ -136,6 +136,7 @@ class JobRun:
             if not live["spec"].get("suspend"):
                 run.report(f"RayJob {self._name} has been resumed before; going on from there")
                 return live
+            run.check_graphs(live)
         with run.undo_on_failure():
             live = wait_for(
                 self._cluster, RAYJOB, self._name, _decide_suspended,

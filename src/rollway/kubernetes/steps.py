@@ -210,6 +210,21 @@ class Run:
                 wait_for_answer(self.cluster, services[key]["metadata"]["name"], spec.health)
         self.finish("deployments")
 
+    def check_graphs(self, owner: Object) -> None:
+        """Raise RunExists if graphs that a killed CLI left are not those that are asked for."""
+        there = self.cluster.list_by_name(DGD)
+        for body in self.manifests.graphs.values():
+            name = body["metadata"]["name"]
+            if name not in there or "deletionTimestamp" in there[name]["metadata"]:
+                continue
+            self.check_is_ours(DGD, there[name])
+            if drift := self.cluster.diff_fields(find_kind(body), add_owner(body, owner)):
+                paths = ", ".join(field.path for field in drift)
+                raise RunExists(
+                    f"Run {self.name} exists with another graph {name}: {paths}.",
+                    "Use another name, or --recreate to replace it.",
+                )
+
     def bring_up_graphs(self, owner: Object | None) -> None:
         graphs = list(self.manifests.graphs.values())
         if not graphs:
