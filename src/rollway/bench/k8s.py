@@ -229,7 +229,13 @@ def _measure_scale(place: Place, report: Report) -> dict[str, Any]:
                 report(f"{len(served)} of {many} workers serve version 1")
                 time.sleep(1.0)
             again = stack.refit(2, checkpoint)
-        slowest = max(worker.seconds for worker in again.workers)
+        slowest = max(
+            worker.preflight_seconds
+            + worker.pause_seconds
+            + worker.update_seconds
+            + worker.resume_seconds
+            for worker in again.workers
+        )
         waits = [served[worker] - listed[worker] for worker in served]
     finally:
         take_down(cluster, infra.name)
