@@ -130,6 +130,8 @@ def bring_up_roles(run: Run, owner: Object | None) -> None:
     if not others:
         return
     run.apply_all(list(others.values()), owner)
+    if not run.waits:
+        return
     for role, body in others.items():
         name = body["metadata"]["name"]
         run.report(f"wait until RayCluster {name} is provisioned")

@@ -29,6 +29,8 @@ Promises, each with its test in tests/kubernetes:
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from rollway.errors import ClusterError, RunExists, UsageError
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.driver import ENDED, ensure_driver, make_ended_error
@@ -115,7 +117,9 @@ class JobRun:
             live = self._start_suspended()
         else:
             live = self._start_inference_first()
-        with run.undo_on_failure():
+        # A job whose driver runs is taken up as well, and never deleted for it.
+        is_submitted = bool((live.get("status") or {}).get("jobStatus"))
+        with nullcontext() if is_submitted else run.undo_on_failure():
             cluster = self._find_cluster()
             # KubeRay retries a failed job in a new cluster and deletes the old one. So the job
             # stays the owner if there may be a second cluster.

@@ -106,6 +106,11 @@ class Run:
     def report(self, text: str) -> None:
         self._report(text)
 
+    @property
+    def waits(self) -> bool:
+        """Whether each part must be ready before the next; only `up --no-wait` goes on."""
+        return self.options.wait or self.result.order != "up"
+
     def finish(self, step: str) -> None:
         self.result.steps[step] = round(time.monotonic() - self._began, 3)
 
@@ -203,6 +208,8 @@ class Run:
         self.apply_all([*deployments.values(), *services.values()], owner)
         names = [body["metadata"]["name"] for body in deployments.values()]
         self.result.deployments = names
+        if not self.waits:
+            return
         self.report(f"wait for {', '.join(names)}")
         wait_for_deployments(self.cluster, self.name, names, self.limits.deployments)
         for key, spec in self.infra.deployments.items():
@@ -232,7 +239,7 @@ class Run:
         live = self.apply_all(graphs, owner)
         self.finish("graphs applied")
         self.result.graphs = [body["metadata"]["name"] for body in live]
-        if self.options.wait or self.result.order != "up":
+        if self.waits:
             self.wait_for_gates(live)
 
     def wait_for_gates(self, graphs: list[Object]) -> None:

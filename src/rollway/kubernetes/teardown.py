@@ -7,11 +7,12 @@ its user manages is not ours.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollway.errors import ClusterError, KindMissing
+from rollway.errors import ClusterError, Conflict, KindMissing
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.kinds import (
     DEPLOYMENT,
@@ -24,7 +25,7 @@ from rollway.kubernetes.kinds import (
     Kind,
     Object,
 )
-from rollway.kubernetes.names import DGD_LABEL, KEY_LABEL, RUN_LABEL, select_run
+from rollway.kubernetes.names import KEY_LABEL, RUN_LABEL, select_pods, select_run
 from rollway.kubernetes.waits import Deadline
 
 Report = Callable[[str], None]
@@ -91,7 +92,8 @@ def take_down(
         metadata = body["metadata"]
         report(f"delete {kind.kind} {metadata['name']}")
         # The UID: an object that took the name meanwhile is somebody else's.
-        cluster.delete(kind, metadata["name"], uid=metadata["uid"])
+        with contextlib.suppress(Conflict):
+            cluster.delete(kind, metadata["name"], uid=metadata["uid"])
         removal.deleted.append(f"{kind.kind} {metadata['name']}")
     if wait:
         _wait_until_gone(cluster, chosen, deadline, report)
@@ -111,13 +113,15 @@ def _wait_until_gone(
         if names:
             report(f"wait until {kind.kind} {', '.join(sorted(set(names)))} is gone")
             cluster.wait_until_gone(kind, sorted(set(names)), deadline.left)
-    graphs = [body["metadata"]["name"] for each, body in chosen if each == DGD]
+    graphs = [body["metadata"]["name"] for each, body in chosen if each.kind == DGD.kind]
     if graphs:
-        labels = f"{DGD_LABEL} in ({','.join(graphs)})"
-        pods = [body["metadata"]["name"] for body in cluster.list(POD, labels=labels)[0]]
+        # Their GPUs are free when the pods are gone, not when the graphs are.
+        labels = select_pods(graphs)
+        bodies, _ = cluster.list(POD, labels=labels, metadata_only=True)
+        pods = [body["metadata"]["name"] for body in bodies]
         if pods:
             report(f"wait until {len(pods)} pods are gone")
-            cluster.wait_until_gone(POD, pods, deadline.left)
+            cluster.wait_until_gone(POD, pods, deadline.left, labels=labels)
 
 
 def find_runs(cluster: Cluster) -> list[str]:
