@@ -194,3 +194,18 @@ def test_a_viewer_sees_and_changes_nothing(world: World, become: Any) -> None:
         take_down(world.cluster, RUN)
     take_down(world.admin, RUN)
     world.wait_until_empty()
+
+
+def test_a_training_that_runs_survives_a_second_command_that_fails(
+    world: World, become: Any
+) -> None:
+    infra, _ = world.load(**SLEEP)
+    world.run(infra)
+    wait_until(lambda: world.get(RAYJOB, RUN)["status"].get("jobStatus"), 30)
+    before = world.list_left()
+    become(drop(read_role("rollway-cli"), "watch", "rayjobs"))
+    with pytest.raises(Forbidden):
+        world.run(infra)
+    assert world.list_left() == before
+    take_down(world.admin, RUN)
+    world.wait_until_empty()
