@@ -169,6 +169,7 @@ def down(options: argparse.Namespace) -> int:
 def scale(options: argparse.Namespace) -> int:
     from rollway.kubernetes import gates
     from rollway.kubernetes.scale import scale as scale_component
+    from rollway.kubernetes.steps import gates_reporter
     from rollway.kubernetes.teardown import resolve_run
 
     if len(options.names) > 2:
@@ -177,10 +178,10 @@ def scale(options: argparse.Namespace) -> int:
     name = resolve_run(cluster, options.names[0] if len(options.names) == 2 else None)
     scaling, graph = scale_component(cluster, name, options.names[-1], dry_run=options.dry_run)
     if options.wait and not options.dry_run:
+        on_change = gates_reporter(print_progress)
         gates.wait_until_ready(
-            cluster, [graph], timeout=options.timeout or 7200.0,
-            on_change=lambda state: print_progress(str(state)),
-        )  # fmt: skip
+            cluster, [graph], timeout=options.timeout or 7200.0, on_change=on_change
+        )
     text = f"{scaling.graph}: {scaling.component} from {scaling.before} to {scaling.after} replicas"
     print_result(options, scaling.as_json(), lambda _: print(text))
     return 0

@@ -16,8 +16,10 @@ from rollway.kubernetes.dgd import list_components
 from rollway.kubernetes.kinds import DGD, SCALING_ADAPTER, Kind, Object, find_kind
 from rollway.kubernetes.names import KEY_LABEL, name_adapter, select_run
 from rollway.kubernetes.teardown import list_kind
+from rollway.kubernetes.waits import wait_for
 
 _ATTEMPTS = 8
+_OPERATOR_SECONDS = 60.0
 _MOST = 10_000
 
 
@@ -51,7 +53,9 @@ def parse_change(text: str) -> tuple[str, str, int]:
 def scale(
     cluster: Cluster, run: str, change: str, *, dry_run: bool = False
 ) -> tuple[Scaling, Object]:
-    """Set the replicas of a component; return what changed, and the graph after it."""
+    """Set the replicas of a component; return what changed, and the graph after it.
+
+    Through an adapter it is the operator that changes the graph, a moment later."""
     key, component, replicas = parse_change(change)
     graph = _find_graph(cluster, run, key, component)
     kind, name = find_kind(graph), graph["metadata"]["name"]
@@ -65,11 +69,22 @@ def scale(
         if not dry_run:
             change_body = {"spec": {"replicas": replicas}}
             cluster.patch(SCALING_ADAPTER, adapter, change_body, subresource="scale")
+            graph = _wait_for_operator(cluster, kind, name, component, replicas)
         return scaling, graph
     scaling = Scaling(run, name, component, before, replicas, kind.kind)
     if dry_run or before == replicas:
         return scaling, graph
     return scaling, _patch_replicas(cluster, kind, graph, component, replicas)
+
+
+def _wait_for_operator(
+    cluster: Cluster, kind: Kind, name: str, component: str, replicas: int
+) -> Object:
+    return wait_for(
+        cluster, kind, name,
+        lambda body: body if _find_component(body, component).get("replicas") == replicas else None,
+        timeout=_OPERATOR_SECONDS, what="was not changed by its operator",
+    )  # fmt: skip
 
 
 def _patch_replicas(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rollway.errors import ClusterError, Forbidden, RollwayError
+from rollway.errors import ClusterError, Forbidden, NotReady, RollwayError
 from rollway.kubernetes import gates
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.driver import is_provisioned
@@ -95,7 +95,8 @@ def read_status(cluster: Cluster, run: str, targets: tuple[str, ...] = ()) -> Ru
     clusters = _find_clusters(cluster, objects)
     known = {body["metadata"]["uid"] for _, body in objects}
     objects += [(RAYCLUSTER, body) for body in clusters if body["metadata"]["uid"] not in known]
-    parts = [_describe(cluster, kind, body) for kind, body in objects]
+    states = _read_gates(cluster, [body for kind, body in objects if kind.kind == DGD.kind])
+    parts = [_describe(kind, body, states) for kind, body in objects]
     return RunStatus(run, cluster.namespace, parts, list(_list_pods(cluster, run, objects)))
 
 
@@ -107,7 +108,19 @@ def _find_clusters(cluster: Cluster, objects: list[tuple[Kind, Object]]) -> list
     return [body for body in bodies if body is not None]
 
 
-def _describe(cluster: Cluster, kind: Kind, body: Object) -> Part:
+def _read_gates(cluster: Cluster, graphs: list[Object]) -> dict[str, gates.GateState]:
+    """Return where graphs stand; of one that failed what its operator says."""
+    states: dict[str, gates.GateState] = {}
+    for body in graphs:
+        try:
+            states |= gates.read_gates(cluster, [body])
+        except NotReady as error:
+            name = body["metadata"]["name"]
+            states[name] = gates.GateState(name, why=error.message)
+    return states
+
+
+def _describe(kind: Kind, body: Object, states: dict[str, gates.GateState]) -> Part:
     metadata, status = body["metadata"], body.get("status") or {}
     owners = metadata.get("ownerReferences") or []
     part = Part(
@@ -119,7 +132,7 @@ def _describe(cluster: Cluster, kind: Kind, body: Object) -> Part:
         ", ".join(f"{owner['kind']} {owner['name']}" for owner in owners),
     )
     if kind.kind == DGD.kind:
-        _describe_graph(cluster, body, part)
+        _describe_graph(body, part, states[part.name])
     elif kind == RAYJOB:
         _describe_job(body, part)
     elif kind == RAYCLUSTER:
@@ -156,11 +169,10 @@ def _describe_job(body: Object, part: Part) -> None:
         part.waits_for = "its driver to be submitted"
 
 
-def _describe_graph(cluster: Cluster, body: Object, part: Part) -> None:
-    state = gates.inspect(cluster, body)
+def _describe_graph(body: Object, part: Part, state: gates.GateState) -> None:
     status = body.get("status") or {}
     part.state = status.get("state") or "not seen by the operator"
-    part.waits_for = "" if state.is_ready else state.reason
+    part.waits_for = f"gate `{state.gate}`: {state.why}" if state.gate else ""
     part.details = {
         "gates": state.as_json(),
         "frontend": find_frontend(body) or "",

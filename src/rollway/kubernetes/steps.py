@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -246,13 +246,11 @@ class Run:
         names = ", ".join(body["metadata"]["name"] for body in graphs)
         self.report(f"wait for the gates of {names}")
         timeouts = {
-            body["metadata"]["name"]: self.infra.dynamo[key].ready_timeout
+            body["metadata"]["name"]: self.limits.gates or self.infra.dynamo[key].ready_timeout
             for key, body in self.manifests.graphs.items()
         }
-        timeout = self.limits.gates or max(timeouts.values())
-        gates.wait_until_ready(
-            self.cluster, graphs, timeout=timeout, on_change=lambda state: self.report(str(state))
-        )
+        on_change = gates_reporter(self.report)
+        gates.wait_until_ready(self.cluster, graphs, timeout=timeouts, on_change=on_change)
         self.finish("gates")
 
     def give_to(self, owner: Object, old: Sequence[str] = ()) -> None:
@@ -273,6 +271,19 @@ class Run:
         do_at_once(lambda each: move_owner(self.cluster, *each, owner, old), owned)
         self.report(f"{owner['kind']} {owner['metadata']['name']} owns {len(owned)} objects")
         self.finish("owned")
+
+
+def gates_reporter(report: Report) -> Callable[[Mapping[str, gates.GateState]], None]:
+    """Return a function that reports each graph when what it waits for changes."""
+    shown: dict[str, gates.GateState] = {}
+
+    def show(states: Mapping[str, gates.GateState]) -> None:
+        for name, state in states.items():
+            if shown.get(name) != state:
+                shown[name] = state
+                report(f"{name}: {state.why or 'ready'}")
+
+    return show
 
 
 def do_at_once(function: Callable[[Item], Value], items: Sequence[Item]) -> list[Value]:
