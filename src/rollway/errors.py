@@ -180,6 +180,37 @@ class NamespaceMissing(ClusterError):
     """The namespace does not exist, or it is being deleted."""
 
 
+class NotReady(ClusterError):
+    """A graph of Dynamo failed, or did not get ready in time.
+
+    Attributes:
+        graph, gate: which graph, and which gate it did not pass: operator, pods or frontend.
+        pod, event, log: the pod that holds it up, its last event and last log lines; may be empty.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        graph: str,
+        gate: str,
+        pod: str = "",
+        event: str = "",
+        log: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message, hint)
+        self.graph, self.gate, self.pod, self.event = graph, gate, pod, event
+        self.log = list(log)
+
+    def __str__(self) -> str:
+        return "\n  ".join([super().__str__(), *self.log])
+
+    def as_json(self) -> dict[str, Any]:
+        rest = {"graph": self.graph, "gate": self.gate, "pod": self.pod, "event": self.event}
+        return {**super().as_json(), **rest, "log": self.log}
+
+
 class InvalidObject(UsageError):
     """The API server refused an object: its schema, a CEL rule or a webhook.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -191,9 +192,12 @@ class StubGraph:
 
 
 def find_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a free port below 32768: Dynamo reads its system port as a signed 16-bit number."""
+    for port in random.sample(range(20000, 32000), 200):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port))
+            return port
+    raise OSError(f"{host} has no free port")
 
 
 def _answers(url: str) -> bool:
