@@ -52,15 +52,12 @@ def render(options: argparse.Namespace) -> int:
     from rollway.kubernetes.manifests import write_yaml
 
     if options.stack is not None:
-        from rollway.kubernetes.render import render_stack
-
-        objects = [render_stack(options.stack, name=options.name, image=options.image,
-                                namespace=options.namespace)]  # fmt: skip
+        objects = list(_render_stack(options).graphs.values())
     else:
         infra = _set_namespace(_load(options), None, options)
         objects = _render(infra, options).objects
-    if options.crd_version == "v1alpha1":
-        objects = [_convert(body) for body in objects]
+    if options.crd_version is not None:
+        objects = [_convert(body, options.crd_version) for body in objects]
     print_result(options, {"objects": objects}, lambda _: print(write_yaml(objects), end=""))
     return 0
 
@@ -269,15 +266,29 @@ def _terminated_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _convert(body: dict[str, Any]) -> dict[str, Any]:
-    from rollway.kubernetes.conversion import to_alpha
+def _convert(body: dict[str, Any], version: str) -> dict[str, Any]:
+    from rollway.kubernetes.conversion import convert
 
     if body["kind"] != "DynamoGraphDeployment":
         return body
-    converted, losses = to_alpha(body)
-    for loss in losses:
-        print_progress(f"rollway: v1alpha1 cannot say {loss}")
-    return converted
+    conversion = convert(body, version)
+    for loss in conversion.losses:
+        print_progress(f"rollway: warning: {version} does not have `{loss}`")
+    return conversion.graph
+
+
+def _render_stack(options: argparse.Namespace) -> Manifests:
+    """Render the graph of a stack file alone, without a run around it."""
+    from rollway.kubernetes.infra import parse_infra
+    from rollway.kubernetes.manifests import render_all
+    from rollway.kubernetes.render import read_stack
+
+    name = options.name or read_stack(options.stack).name
+    part = {"stack": str(options.stack.resolve()), "name": name}
+    fields = {"name": name, "namespace": options.namespace or "default", "dynamo": {"stack": part}}
+    return render_all(
+        parse_infra({**fields, **({"image": options.image} if options.image else {})})
+    )
 
 
 def _summarize(infra: Infra, manifests: Manifests) -> list[dict[str, Any]]:

@@ -26,8 +26,8 @@ def add_k8s_commands(add: Add) -> None:
     parser.add_argument("--name", help="with --stack: of the graph (default: the stack's)")
     parser.add_argument("--image", help="with --stack: of its pods")
     versions = ["v1beta1", "v1alpha1"]
-    text = "of the graphs (default v1beta1)"
-    parser.add_argument("--crd-version", choices=versions, default="v1beta1", help=text)
+    text = "convert graphs to this version (default: as they are written)"
+    parser.add_argument("--crd-version", choices=versions, help=text)
     text = "start the servers of a run, without its job"
     parser = add("up", "k8s:up", text)
     _add_infra(parser)

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
-from rollway.errors import Conflict, RollwayError, RunExists
+from rollway.errors import Conflict, KindMissing, RollwayError, RunExists
 from rollway.kubernetes import gates
 from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.conversion import convert
 from rollway.kubernetes.driver import Driver
-from rollway.kubernetes.kinds import DGD, RAYJOB, Kind, Object, find_kind
+from rollway.kubernetes.kinds import DGD, DGD_ALPHA, RAYJOB, Kind, Object, find_kind
 from rollway.kubernetes.manifests import Manifests
 from rollway.kubernetes.names import KEY_LABEL, RUN_LABEL
 from rollway.kubernetes.owners import add_owner, move_owner
@@ -236,11 +237,22 @@ class Run:
         graphs = list(self.manifests.graphs.values())
         if not graphs:
             return
-        live = self.apply_all(graphs, owner)
+        try:
+            live = self.apply_all(graphs, owner)
+        except KindMissing:
+            live = self.apply_all([self._convert(body) for body in graphs], owner)
         self.finish("graphs applied")
         self.result.graphs = [body["metadata"]["name"] for body in live]
         if self.waits:
             self.wait_for_gates(live)
+
+    def _convert(self, graph: Object) -> Object:
+        """Return a graph in the version that an old operator serves."""
+        conversion = convert(graph, DGD_ALPHA.version)
+        for loss in conversion.losses:
+            name = graph["metadata"]["name"]
+            self.report(f"warning: graph {name} loses `{loss}` in {DGD_ALPHA.version}")
+        return conversion.graph
 
     def wait_for_gates(self, graphs: list[Object]) -> None:
         names = ", ".join(body["metadata"]["name"] for body in graphs)
