@@ -299,8 +299,9 @@ def load_spec(
     return parse_spec(data)
 
 
-def parse_spec(data: Mapping[str, Any]) -> StackSpec:
-    """Validate plain data; a SpecError names each wrong field by its path."""
+def parse_spec(data: Mapping[str, Any], *, on_this_machine: bool = True) -> StackSpec:
+    """Validate plain data; a SpecError names each wrong field by its path. Checkpoint directories
+    are looked up if the stack will run here."""
     check_plain(data, "The stack", free_text=("args", "env", "runtime_env"))
     models = data.get("models")
     if not isinstance(models, list) or not any(
@@ -321,7 +322,8 @@ def parse_spec(data: Mapping[str, Any]) -> StackSpec:
             "Use text, numbers, true, false, null, lists and mappings.",
         ) from error
     for index, model in enumerate(spec.models):
-        if spec.launcher == "ray" and Path(model.path).is_absolute():
+        is_elsewhere = spec.launcher == "ray" or not on_this_machine
+        if is_elsewhere and Path(model.path).is_absolute():
             continue  # a directory of the nodes, where the launcher looks for it
         check_model_path(model.path, f"models.{index}.path")
     return spec

@@ -30,8 +30,8 @@ from rollway.errors import Unreachable
 from rollway.fleet.discovery import RlListing, Worker, discover
 from rollway.http import Http
 from rollway.processes import ProcessId, end
+from rollway.stack.commands import LOOPBACK
 from rollway.stack.locks import Lease
-from rollway.stack.plan import LOOPBACK
 from rollway.weights.checkpoint import STABLE
 
 STEPS = ("preflight", "pause", "update", "flush", "verify", "open", "resume")

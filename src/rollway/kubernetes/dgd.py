@@ -16,27 +16,29 @@ import yaml
 
 from rollway.errors import SpecError
 from rollway.kubernetes import pods
+from rollway.kubernetes.conversion import Conversion, convert
 from rollway.kubernetes.infra import read_text
 from rollway.kubernetes.names import (
+    ALPHA,
+    BETA,
+    KIND,
+    MAIN,
     Object,
     check_graph_name,
     check_name,
     has_version_tag,
     make_labels,
 )
+from rollway.kubernetes.render import render_part
 from rollway.kubernetes.spec import DynamoSpec, Infra
 from rollway.plain import check_plain, copy_plain
 
-KIND = "DynamoGraphDeployment"
-ALPHA, BETA = "nvidia.com/v1alpha1", "nvidia.com/v1beta1"
-MAIN = "main"
-"""The container of a component that runs Dynamo."""
 _KAI_QUEUE = "nvidia.com/kai-scheduler-queue"
 _MOST_DOCUMENTS = 1000
 
 
-def load_graph(infra: Infra, key: str) -> Object:
-    """Return the DGD of a part of the infra file, complete."""
+def load_graph(infra: Infra, key: str, version: str = BETA) -> Conversion:
+    """Return the DGD of a part of the infra file, complete, in a version of the CRD."""
     spec, field = infra.dynamo[key], f"dynamo.{key}"
     if spec.manifest is not None:
         source = read_manifest(spec.manifest)
@@ -48,17 +50,17 @@ def load_graph(infra: Infra, key: str) -> Object:
                 "Remove the namespace from the manifest, or correct one of the two.",
             )
     else:
-        from rollway.kubernetes.render import render_part  # it completes pods, too
-
         source = render_part(infra, key)
-    graph: Object = copy_plain(source)
-    graph["spec"] = override_spec(graph, spec.overrides, f"{field}.overrides")
+    source = copy_plain(source)
+    source["spec"] = override_spec(source, spec.overrides, f"{field}.overrides")
+    conversion = convert(source, version)
+    graph = conversion.graph
     _set_metadata(infra, graph, spec, field)
     names = [name for name, _ in list_components(graph)]
     check_graph_name(graph["metadata"]["name"], names, f"{field}.name")
     for name, component in list_components(graph):
         _complete_component(infra, graph, component, f"{field}: component {name}")
-    return graph
+    return conversion
 
 
 # --- manifests -----------------------------------------------------------------------------------
@@ -200,27 +202,46 @@ def _set_metadata(infra: Infra, graph: Object, spec: DynamoSpec, field: str) -> 
 
 def _complete_component(infra: Infra, graph: Object, component: Object, field: str) -> None:
     if graph["apiVersion"] == ALPHA:
-        pod = component.setdefault("extraPodSpec", {})
-        container = pod.setdefault("mainContainer", {})
-        metadata_field = "extraPodMetadata"
-        metadata = component
+        image = _complete_old_pod(infra, component, field)
+        holder, name = component, "extraPodMetadata"
     else:
-        template = component.setdefault("podTemplate", {})
-        pod = template.setdefault("spec", {})
-        containers = pod.setdefault("containers", [])
-        container = next((c for c in containers if c.get("name") == MAIN), None)
-        if container is None:
-            container = {"name": MAIN}
-            containers.insert(0, container)
-        metadata_field, metadata = "metadata", template
-    pods.complete_pod(infra, pod, container, field)
+        holder, name = component.setdefault("podTemplate", {}), "metadata"
+        pod = holder.setdefault("spec", {})
+        container = _find_main(pod)
+        pods.complete_pod(infra, pod, container, field)
+        image = container["image"]
     if infra.scheduler.kind == "kueue":
-        part = metadata.setdefault(metadata_field, {})
+        metadata = holder.setdefault(name, {})
         queue = {pods.KUEUE_QUEUE: infra.scheduler.queue}
-        part["labels"] = {**queue, **(part.get("labels") or {})}
-    if not component.get("runtimeVersionOverride") and not has_version_tag(container["image"]):
+        metadata["labels"] = {**queue, **(metadata.get("labels") or {})}
+    if not component.get("runtimeVersionOverride") and not has_version_tag(image):
         raise SpecError(
-            f"`{field}`: the operator reads Dynamo's version from the image's tag, and "
-            f"{container['image']} has none like 1.6.1.",
+            f"`{field}`: the operator reads Dynamo's version from the image's tag, and {image} "
+            "has none like 1.6.1.",
             "Tag the image with the version, or set `runtimeVersionOverride` in `overrides`.",
         )
+
+
+def _find_main(pod: Object) -> Object:
+    """Return the main container of a pod, which is added if it is missing."""
+    containers: list[Object] = pod.setdefault("containers", [])
+    for container in containers:
+        if container.get("name") == MAIN:
+            return container
+    containers.insert(0, {"name": MAIN})
+    return containers[0]
+
+
+def _complete_old_pod(infra: Infra, component: Object, field: str) -> str:
+    """Complete a pod of v1alpha1, whose variables, resources and claims are beside its container;
+    return its image."""
+    pod = component.setdefault("extraPodSpec", {})
+    container: Object = pod.setdefault("mainContainer", {})
+    container["env"] = [*(component.pop("envs", None) or []), *(container.get("env") or [])]
+    container["resources"] = component.pop("resources", None) or container.get("resources") or {}
+    mounted = [mount.get("mountPoint", "") for mount in component.get("volumeMounts") or []]
+    pods.complete_pod(infra, pod, container, field, mounted)
+    for name, there in (("env", "envs"), ("resources", "resources")):
+        if value := container.pop(name):
+            component[there] = value
+    return str(container["image"])

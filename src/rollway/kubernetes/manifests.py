@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rollway.errors import SpecError
+from rollway.kubernetes.conversion import Conversion
 from rollway.kubernetes.dgd import load_graph
 from rollway.kubernetes.entrypoint import check_line_ends, explain_hidden_status
 from rollway.kubernetes.jobs import (
@@ -18,8 +20,9 @@ from rollway.kubernetes.jobs import (
     make_rayjob,
     make_service,
 )
-from rollway.kubernetes.names import Object
-from rollway.kubernetes.spec import TRAINING, Infra
+from rollway.kubernetes.names import BETA, Object
+from rollway.kubernetes.render import read_stack
+from rollway.kubernetes.spec import TRAINING, DynamoSpec, Infra
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,12 @@ class Manifests:
         return [item for group in groups for item in group.values()]
 
 
-def render_all(infra: Infra) -> Manifests:
-    """Render a run; raise SpecError for what no cluster would accept or run as meant."""
-    graphs = {key: load_graph(infra, key) for key in infra.dynamo}
+def render_all(infra: Infra, *, version: str = BETA) -> Manifests:
+    """Render a run; raise SpecError for what no cluster would accept or run as meant.
+
+    `version` is the version of the CRD to write, v1beta1 unless the cluster has only v1alpha1."""
+    conversions = {key: load_graph(infra, key, version) for key in infra.dynamo}
+    graphs = {key: conversion.graph for key, conversion in conversions.items()}
     _check_names("DynamoGraphDeployment", "dynamo", graphs)
     names = list_names(infra, graphs)
     own_roles = [role for role, spec in infra.kuberay.items() if not spec.existing]
@@ -68,8 +74,24 @@ def render_all(infra: Infra) -> Manifests:
         deployments=deployments,
         services={key: service for key, service in services.items() if service is not None},
         names=names,
-        warnings=list_warnings(infra, names),
+        warnings=[
+            *(
+                f"`dynamo.{key}`: {version} has no place for {', '.join(conversion.losses)}."
+                for key, conversion in conversions.items()
+                if conversion.losses
+            ),
+            *list_warnings(infra, names),
+        ],
     )
+
+
+def render_stack_file(path: Path, infra: Infra | None = None, version: str = BETA) -> Conversion:
+    """Return a stack file as a complete DGD: what `rollway k8s render --stack` prints. An infra
+    file says the image, volumes and places of its pods."""
+    spec = read_stack(path)
+    run = infra or Infra(name=spec.name)
+    part = DynamoSpec(stack=path.resolve(), name=spec.name)
+    return load_graph(run.model_copy(update={"dynamo": {"policy": part}}), "policy", version)
 
 
 def has_driver(infra: Infra) -> bool:

@@ -18,6 +18,12 @@ from rollway.errors import SpecError
 Object: TypeAlias = dict[str, Any]
 """An object of the Kubernetes API, as its JSON says it."""
 
+KIND = "DynamoGraphDeployment"
+ALPHA, BETA = "nvidia.com/v1alpha1", "nvidia.com/v1beta1"
+"""The versions of a DynamoGraphDeployment (DGD)."""
+MAIN = "main"
+"""The container of a DGD's component that runs Dynamo."""
+
 FIELD_MANAGER = "rollway"
 MANAGED = {"app.kubernetes.io/managed-by": "rollway"}
 RUN_LABEL = "rollway.dev/run"

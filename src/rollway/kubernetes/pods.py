@@ -28,8 +28,11 @@ def make_metadata(infra: Infra, name: str, labels: Object, annotations: Object) 
     return {"name": name, **namespace, "labels": labels, **noted}
 
 
-def complete_pod(infra: Infra, pod: Object, container: Object, field: str) -> None:
-    """Add what the infra file says to a pod's spec and to its main container, in place."""
+def complete_pod(
+    infra: Infra, pod: Object, container: Object, field: str, mounted: Iterable[str] = ()
+) -> None:
+    """Add what the infra file says to a pod's spec and to its main container, in place. `mounted`
+    are places that already have something."""
     if not container.get("image"):
         if not infra.image:
             raise SpecError(
@@ -41,7 +44,7 @@ def complete_pod(infra: Infra, pod: Object, container: Object, field: str) -> No
         secrets = [{"name": name} for name in infra.imagePullSecrets]
         pod.setdefault("imagePullSecrets", secrets)
     _add_placement(infra, pod)
-    _add_volumes(infra, pod, container)
+    _add_volumes(infra, pod, container, mounted)
     env: dict[str, str] = dict(infra.networking.variables)
     if infra.hf_cache:
         env["HF_HOME"] = infra.hf_cache.mountPath
@@ -82,7 +85,7 @@ def asks_for_gpus(container: Object) -> bool:
     """Return whether a container has GPUs, as a resource or by a claim."""
     resources = container.get("resources") or {}
     named = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
-    return bool(named.get(GPU)) or bool(resources.get("claims"))
+    return bool(named.get(GPU) or named.get("gpu") or resources.get("claims"))
 
 
 # --- placement -----------------------------------------------------------------------------------
@@ -122,10 +125,11 @@ def exclude_nodes(affinity: Object, nodes: list[str]) -> Object:
 # --- volumes and claims --------------------------------------------------------------------------
 
 
-def _add_volumes(infra: Infra, pod: Object, container: Object) -> None:
+def _add_volumes(infra: Infra, pod: Object, container: Object, mounted: Iterable[str]) -> None:
     mounts = list(container.get("volumeMounts") or [])
     volumes = list(pod.get("volumes") or [])
-    taken = {mount["mountPath"].rstrip("/") for mount in mounts}
+    paths = [*mounted, *(mount["mountPath"] for mount in mounts)]
+    taken = {path.rstrip("/") for path in paths}
     names = {volume["name"] for volume in volumes}
     for name, volume in infra.all_volumes.items():
         if volume.mountPath.rstrip("/") in taken:

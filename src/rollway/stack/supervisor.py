@@ -37,9 +37,10 @@ from rollway.errors import RollwayError, StartError
 from rollway.http import Http
 from rollway.stack import logs
 from rollway.stack.children import Children, describe_exit, find_hint
+from rollway.stack.commands import get_dial_address
 from rollway.stack.launch import NAME_IN_USE
 from rollway.stack.locks import Lease, NamedLock
-from rollway.stack.plan import ProcessPlan, get_dial_address
+from rollway.stack.plan import ProcessPlan
 from rollway.stack.ready import (
     MissingCounter,
     ServingCheck,

@@ -190,11 +190,10 @@ NIXL_ADVICE = (
     "Install it with `pip install nixl`; on a machine without CUDA `pip install nixl-cu12` and "
     "`pip install --no-deps nixl` are enough."
 )
-_RDMA_DEVICES = Path("/sys/class/infiniband")
 _FIND_NIXL = "from importlib.util import find_spec; print(find_spec('nixl') is not None)"
 
 
-def make_role_args(model: ModelSpec, role: WorkerRole) -> RawArgs:
+def make_role_args(model: ModelSpec, role: WorkerRole, machine: preset.Machine) -> RawArgs:
     """Return the engine's options for workers of a role; the user's own win."""
     if not role:
         return {}
@@ -202,13 +201,13 @@ def make_role_args(model: ModelSpec, role: WorkerRole) -> RawArgs:
     if model.engine == "vllm":
         # A prefill worker without this option does not start.
         transfer = {"kv_connector": NIXL_CONNECTOR, "kv_role": "kv_both"}
-        if not preset.list_gpus():
+        if not machine.has_gpus:
             transfer["kv_buffer_device"] = "cpu"
         args["kv-transfer-config"] = transfer
     return args
 
 
-def make_role_env(host: str, port: int) -> dict[str, str]:
+def make_role_env(host: str, port: int, machine: preset.Machine) -> dict[str, str]:
     """Return the environment of a worker whose KV others fetch, or that fetches it."""
     env = {
         # vLLM's own detection fails on machines with a loopback address only.
@@ -218,9 +217,9 @@ def make_role_env(host: str, port: int) -> dict[str, str]:
         # extension does.
         "UCX_RCACHE_MAX_UNRELEASED": "1024",
     }
-    if not has_rdma():
+    if not machine.has_rdma:
         # UCX otherwise tries transports that are not there, and its peers disagree.
-        cuda = ",cuda_copy,cuda_ipc" if preset.list_gpus() else ""
+        cuda = ",cuda_copy,cuda_ipc" if machine.has_gpus else ""
         env["UCX_TLS"] = f"tcp,sm,self{cuda}"
         if is_loopback(host):
             env["UCX_NET_DEVICES"] = "lo"
@@ -238,11 +237,6 @@ def reserve_side_channel(ports: Lease, host: str, model: ModelSpec) -> int:
         except PortInUse:
             continue  # the first port stays reserved, so the next attempt has another
         return first
-
-
-def has_rdma() -> bool:
-    """Return whether this machine has an RDMA device."""
-    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
 
 
 def check_nixl(model: ModelSpec, python: str) -> None:

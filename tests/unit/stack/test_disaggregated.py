@@ -24,7 +24,7 @@ APART: dict[str, Any] = {"serving": "disaggregated", "prefill": {}, "decode": {}
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs and RDMA, whose Python has NIXL."""
     monkeypatch.setattr(preset, "list_gpus", list)
-    monkeypatch.setattr(stack_workers, "has_rdma", lambda: False)
+    monkeypatch.setattr(preset, "has_rdma", lambda: False)
     monkeypatch.setattr(stack_workers, "has_nixl", lambda _: True)
 
 
@@ -121,7 +121,7 @@ def test_with_gpus_and_rdma_nothing_is_forced_on_ucx(
     plan_for: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preset, "list_gpus", lambda: ["0", "1", "2"])
-    monkeypatch.setattr(stack_workers, "has_rdma", lambda: True)
+    monkeypatch.setattr(preset, "has_rdma", lambda: True)
     model = {"name": "m", **APART, "prefill": {"tensor_parallel": 2}}
     prefill, decode = plan_for(model).by_role("worker")
     assert "UCX_TLS" not in prefill.env and "UCX_NET_DEVICES" not in decode.env

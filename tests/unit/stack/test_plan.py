@@ -10,9 +10,10 @@ import pytest
 
 from rollway.config import load_spec
 from rollway.errors import SpecError, StartError
-from rollway.stack import plan, preset
+from rollway.stack import preset
+from rollway.stack.commands import get_dial_address, make_flags
 from rollway.stack.locks import Lease
-from rollway.stack.plan import StackPlan, make_flags, plan_stack
+from rollway.stack.plan import StackPlan, plan_stack
 from rollway.stack.state import ProcessState, is_at
 
 
@@ -190,9 +191,9 @@ def test_the_users_environment_overrides_defaults_but_not_the_mark_of_the_run(
 
 
 def test_a_server_on_all_interfaces_is_dialled_on_loopback() -> None:
-    assert plan.get_dial_address("0.0.0.0") == "127.0.0.1"
-    assert plan.get_dial_address("10.0.0.7") == "10.0.0.7"
-    assert plan.get_dial_address("::1") == "[::1]"
+    assert get_dial_address("0.0.0.0") == "127.0.0.1"
+    assert get_dial_address("10.0.0.7") == "10.0.0.7"
+    assert get_dial_address("::1") == "[::1]"
 
 
 def test_ranks_cannot_share_a_gpu(plan_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError, restore_error
 from rollway.model_spec import slug
 from rollway.ranks import PlacedWorker
-from rollway.stack.plan import WILDCARDS
+from rollway.stack.commands import WILDCARDS
 from rollway.stack.ray import cluster
 from rollway.stack.ray.keeper import Keeper
 from rollway.stack.ray.node_check import get_python, list_needs, make_import_error
