@@ -85,12 +85,20 @@ def render_all(infra: Infra, *, version: str = BETA) -> Manifests:
     )
 
 
-def render_stack_file(path: Path, infra: Infra | None = None, version: str = BETA) -> Conversion:
+def render_stack_file(
+    path: Path,
+    infra: Infra | None = None,
+    *,
+    name: str | None = None,
+    image: str | None = None,
+    namespace: str | None = None,
+    version: str = BETA,
+) -> Conversion:
     """Return a stack file as a complete DGD: what `rollway k8s render --stack` prints. An infra
-    file says the image, volumes and places of its pods."""
-    spec = read_stack(path)
-    run = infra or Infra(name=spec.name)
-    part = DynamoSpec(stack=path.resolve(), name=spec.name)
+    file says more about its pods than their image."""
+    title = name or read_stack(path).name
+    run = infra or Infra(name=title, image=image or "", namespace=namespace or "")
+    part = DynamoSpec(stack=path.resolve(), name=title)
     return load_graph(run.model_copy(update={"dynamo": {"policy": part}}), "policy", version)
 
 

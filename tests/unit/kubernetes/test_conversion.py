@@ -134,10 +134,9 @@ def test_a_graph_that_loses_nothing_comes_back_as_it_was(graph: dict[str, Any]) 
     assert convert(up.graph, ALPHA).graph == down.graph
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(GRAPHS)
 def test_both_are_what_the_schemas_say(graph: dict[str, Any]) -> None:
-    """Few examples: a check against these schemas takes a second."""
     assert not list_faults(graph)
     assert not list_faults(convert(graph, ALPHA).graph)
 
