@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -143,7 +144,8 @@ def attach(
     Args:
         target: the name of a stack of this machine or of the Ray cluster that this process reaches,
             or the address of any Dynamo frontend. A plain vLLM server works as well (for refits
-            with VLLM_SERVER_DEV_MODE=1).
+            with VLLM_SERVER_DEV_MODE=1). `dgd://NAMESPACE/NAME` is a DynamoGraphDeployment of the
+            Kubernetes cluster: directly from a pod, elsewhere through the API server's proxy.
         rl_url: the address of the RL worker listing, if it is not the frontend's host, port 8001.
         watch: notice workers that join meanwhile, and bring them up to date.
         timeouts: limits of calls to the workers; by default those of the stack's spec.
@@ -164,6 +166,8 @@ def attach(
         with rollway.attach("http://10.0.0.5:8000") as stack:
             stack.refit(3, "/checkpoints/step-3")
     """
+    if target.startswith("dgd://"):
+        return Opening(partial(_attach_graph, target, rl_url, watch, timeouts, listing, secret))
     if "://" not in target and (stack := _find_on_ray(target)) is not None:
         return Opening(partial(_attach_on_ray, stack, watch, timeouts))
     addresses = _find_addresses(target, rl_url)
@@ -303,6 +307,23 @@ async def _attach_on_ray(
     cleanup.push_async_callback(stack.unwatch)
     await stack.learn(watch=watch)
     return stack
+
+
+async def _attach_graph(
+    target: str,
+    rl_url: str | None,
+    watch: bool,
+    timeouts: AdminTimeouts | None,
+    listing: Source | None,
+    secret: str | None,
+    cleanup: AsyncExitStack,
+) -> Stack:
+    # By its name: that package is above this module, and needs an extra.
+    address = importlib.import_module("rollway.kubernetes.address")
+    frontend, listed_at = await cleanup.enter_async_context(address.reach_graph(target))
+    return await _attach(
+        frontend, rl_url or listed_at, "", watch, timeouts, listing, secret, cleanup
+    )
 
 
 async def _attach(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import Conflict, RollwayError
+from rollway.kubernetes.address import COMPONENT_LABEL, TYPE_LABEL
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.kinds import DGD, POD, SCALING_ADAPTER, Object
 from rollway.kubernetes.names import (
@@ -33,7 +34,6 @@ from tests.kubernetes.graphs import Backing, LightGraph, StubGraph
 from tests.kubernetes.node import STAND_IN, TestNode, make_reference, now
 
 FINALIZER = "nvidia.com/dynamo-finalizer"
-COMPONENT_LABEL = "nvidia.com/dynamo-component"
 TICK_SECONDS = 0.1
 
 
@@ -232,7 +232,7 @@ class DynamoOperator:
                 continue
             part = components[component]
             graph.backing.start(pod, part.get("type") or component)
-            labels = {DGD_LABEL: name, COMPONENT_LABEL: component}
+            labels = {DGD_LABEL: name, COMPONENT_LABEL: component, TYPE_LABEL: part.get("type", "")}
             self._node.make_pod(pod, labels, graph.live, graph.backing.get_env(pod))
             self._node.logs[pod] = lambda pod=pod: graph.backing.read_log(pod)
             graph.pods[pod] = component, time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import ssl
 import threading
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from rollway.errors import ClusterError, UsageError
+from rollway.errors import ClusterError, KindMissing, RollwayError, UsageError
 from rollway.kubernetes.kinds import Kind
 from rollway.kubernetes.refusals import Refusal, explain
 
@@ -41,11 +42,29 @@ class Connection:
         self.requests: Counter[tuple[str, str]] = Counter()
         """How often each (verb, plural) was asked, repeats included."""
         self.has_answered = False
+        self._served: set[Kind] = set()
         self._lock = threading.Lock()
 
     @property
     def server(self) -> str:
         return str(self._client.configuration.host)
+
+    def make_auth_headers(self) -> dict[str, str]:
+        """Return the headers with the token, refreshed if a pod's or a plug-in's has expired."""
+        headers: dict[str, str] = {}
+        self._client.update_params_for_auth(headers, [], ["BearerToken"])
+        return headers
+
+    def make_ssl_context(self) -> ssl.SSLContext:
+        """Return the trust and the client certificate of the kubeconfig, for another client."""
+        settings = self._client.configuration
+        context = ssl.create_default_context(cafile=settings.ssl_ca_cert)
+        if settings.cert_file:
+            context.load_cert_chain(settings.cert_file, settings.key_file)
+        if not settings.verify_ssl:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
 
     def close(self) -> None:
         self._client.rest_client.pool_manager.clear()
@@ -64,8 +83,7 @@ class Connection:
         import urllib3
 
         all_headers = {"Accept": "application/json", "User-Agent": "rollway", **(headers or {})}
-        # Refreshes the token of a pod or of an exec plug-in when it has expired.
-        self._client.update_params_for_auth(all_headers, [], ["BearerToken"])
+        all_headers |= self.make_auth_headers()
         url = self.server + path + (f"?{urlencode(query)}" if query else "")
         with name_lost_connection(self.server):
             response = self._client.rest_client.pool_manager.request(
@@ -96,6 +114,16 @@ class Connection:
                 yield from filter(None, lines)
             if rest:
                 yield rest
+
+    def may_answer_later(self, status: int, error: RollwayError, kind: Kind) -> bool:
+        """Return whether the same request may succeed in a moment.
+
+        An API server that starts answers 404 for kinds of CRDs that it has not loaded yet: a kind
+        that was served is not missing.
+        """
+        if isinstance(error, KindMissing):
+            return kind in self._served
+        return status in _RETRIED and isinstance(error, ClusterError)
 
     def count(self, verb: str, kind: Kind) -> None:
         with self._lock:
@@ -136,12 +164,14 @@ class Connection:
                 wait(pause)
                 continue
             if status < 300:
+                self._served.add(template.kind)
                 return json.loads(answer) if answer else {}
             refusal = make_refusal(status, answer)
             if refusal.says_not_found:
+                self._served.add(template.kind)
                 return None
             refused = explain(refusal)
-            may_repeat = status in _RETRIED and isinstance(refused, ClusterError)
+            may_repeat = self.may_answer_later(status, refused, template.kind)
             pause = pauses.take_next(response.headers.get("Retry-After")) if may_repeat else None
             if pause is None:
                 raise refused

@@ -202,7 +202,7 @@ class Watch:
         if status == _GONE:
             raise _Expired
         error = explain(Refusal(status, body, "watch", self._selection.kind, self._namespace))
-        if status == 429 or status >= 500:
+        if self._connection.may_answer_later(status, error, self._selection.kind):
             raise Unavailable(error.message, error.hint)
         raise error
 
