@@ -238,7 +238,7 @@ class DynamoOperator:
             graph.pods[pod] = component, time.monotonic()
         for component, part in components.items():
             if part.get("type") == "frontend":
-                pods = [pod for pod, owner in graph.pods.items() if owner == component]
+                pods = [pod for pod, (owner, _) in graph.pods.items() if owner == component]
                 if graph.written.get("exposed") != pods:
                     service = name_service(name, component)
                     self._node.expose(service, graph.live, pods, graph.backing.ports)

@@ -41,7 +41,7 @@ KINDS = (RAYJOB, RAYCLUSTER, DGD, DEPLOYMENT, SERVICE, POD)
 QUICK = Limits(gates=30, suspend=20, cluster=20, deployments=20, grace=2, driver=30, gone=30)
 
 _RAY_POD = {"spec": {"containers": [{"name": "ray"}]}}
-RAY = {
+RAY: dict[str, Any] = {
     "rayVersion": "2.57.0",
     "headGroupSpec": {"template": _RAY_POD},
     "workerGroupSpecs": [{"groupName": "gpu", "replicas": 1, "template": _RAY_POD}],
@@ -80,6 +80,8 @@ def write_infra(folder: Path, *graphs: Object, **fields: Any) -> Path:
         "kuberay": {"training": {"spec": RAY}},
         "launch": {"entrypoint": "echo trained ${dynamo.policy}", "ttl_seconds": 0},
     }
+    if fields.get("kuberay", {}).get("training", {}).get("existing"):
+        content["kuberay"] = {}
     path = folder / "infra.yaml"
     path.write_text(yaml.safe_dump(merge(content, fields)))
     return path

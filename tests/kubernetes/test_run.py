@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,12 +158,13 @@ def test_a_long_lived_cluster_owns_inference_and_takes_submissions(world: World)
 
 
 def test_a_long_lived_cluster_of_the_user_is_used_and_stays(world: World) -> None:
-    body = {"metadata": {"name": "theirs"}, "spec": RAY}
-    for group in (RAY["headGroupSpec"], *RAY["workerGroupSpecs"]):  # type: ignore[misc]
-        group["template"]["spec"]["containers"][0]["image"] = "registry/ray:1.0.0"  # type: ignore[index]
-    world.admin.create(RAYCLUSTER, body)
+    body = {"apiVersion": RAYCLUSTER.api_version, "kind": RAYCLUSTER.kind}
+    spec = copy.deepcopy(RAY)
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        group["template"]["spec"]["containers"][0]["image"] = "registry/ray:1.0.0"
+    world.admin.create(RAYCLUSTER, {**body, "metadata": {"name": "theirs"}, "spec": spec})
     infra, _ = world.load(
-        kuberay={"training": {"spec": None, "existing": "theirs"}},
+        kuberay={"training": {"spec": {}, "existing": "theirs"}},
         launch={"entrypoint": "echo", "mode": "raycluster"},
     )
     world.run(infra, wait=True)
