@@ -88,7 +88,8 @@ class Refusal:
             return False
         # A kind that is not served is also `NotFound`, in a Status without details of an object.
         details = self.details.get("details") or {}
-        return bool(details.get("name")) and details.get("kind") != "namespaces"
+        is_namespace = details.get("kind") == "namespaces" and self.kind.plural != "namespaces"
+        return bool(details.get("name")) and not is_namespace
 
 
 def explain(refusal: Refusal) -> RollwayError:
