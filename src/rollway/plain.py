@@ -196,6 +196,13 @@ def copy_plain(value: Any) -> Any:
     return [copy_plain(item) for item in value] if isinstance(value, list) else value
 
 
+def drop_null(value: Any) -> Any:
+    """Copy plain data without fields that are null, which many formats take for absent."""
+    if isinstance(value, Mapping):
+        return {key: drop_null(item) for key, item in value.items() if item is not None}
+    return [drop_null(item) for item in value] if isinstance(value, list) else value
+
+
 def check_plain(data: Any, what: str, free_text: tuple[str, ...] = ("",)) -> None:
     """Raise SpecError for data that is too deep, endless or unprintable.
 

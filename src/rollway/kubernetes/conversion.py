@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from rollway.errors import SpecError
 from rollway.kubernetes.names import ALPHA, BETA, MAIN, Object
 from rollway.kubernetes.pods import GPU
-from rollway.plain import copy_plain
+from rollway.plain import drop_null
 
 TYPES = ("frontend", "worker", "prefill", "decode", "planner", "epp")
 _ROLES = ("prefill", "decode")
@@ -44,6 +44,8 @@ class Conversion:
 
     graph: Object
     losses: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """What an operator may refuse, once the graph is complete."""
 
 
 def convert(graph: Object, version: str) -> Conversion:
@@ -51,12 +53,12 @@ def convert(graph: Object, version: str) -> Conversion:
     wanted = version if "/" in version else f"nvidia.com/{version}"
     if wanted not in (ALPHA, BETA):
         raise SpecError(f"There is no version {version}.", "Use v1beta1 or v1alpha1.")
+    graph = drop_null(graph)
     if graph["apiVersion"] == wanted:
-        return Conversion(copy_plain(graph))
-    converter = _Converter()
-    body = copy_plain(graph["spec"])
+        return Conversion(graph)
+    converter, body = _Converter(), graph["spec"]
     spec = converter.raise_spec(body) if wanted == BETA else converter.lower_spec(body)
-    rest = {key: copy_plain(value) for key, value in graph.items() if key not in ("spec", "status")}
+    rest = {key: value for key, value in graph.items() if key not in ("spec", "status")}
     return Conversion({**rest, "apiVersion": wanted, "spec": spec}, converter.losses)
 
 
@@ -131,8 +133,8 @@ class _Converter:
             main["env"] = env
         if secret := old.pop("envFromSecret", ""):
             main["envFrom"] = [*main.get("envFrom", []), {"secretRef": {"name": secret}}]
-        if resources := old.pop("resources", None):
-            main["resources"] = _raise_resources(resources)
+        if "resources" in old:
+            main["resources"] = _raise_resources(old.pop("resources"))
         main |= _move(old, _PROBES)
         for mount in old.pop("volumeMounts", []):
             if mount.get("useAsCompilationCache"):

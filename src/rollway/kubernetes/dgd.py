@@ -59,7 +59,13 @@ def load_graph(infra: Infra, key: str, version: str = BETA) -> Conversion:
     names = [name for name, _ in list_components(graph)]
     check_graph_name(graph["metadata"]["name"], names, f"{field}.name")
     for name, component in list_components(graph):
-        _complete_component(infra, graph, component, f"{field}: component {name}")
+        image = _complete_component(infra, graph, component, f"{field}: component {name}")
+        if not component.get("runtimeVersionOverride") and not has_version_tag(image):
+            conversion.warnings.append(
+                f"`{field}`: component {name}: operators since 1.5 read Dynamo's version from the "
+                f"image's tag, and {image} has none like 1.6.1. Tag the image with the version, or "
+                "set `runtimeVersionOverride` in `overrides`."
+            )
     return conversion
 
 
@@ -200,7 +206,8 @@ def _set_metadata(infra: Infra, graph: Object, spec: DynamoSpec, field: str) -> 
     graph.pop("status", None)
 
 
-def _complete_component(infra: Infra, graph: Object, component: Object, field: str) -> None:
+def _complete_component(infra: Infra, graph: Object, component: Object, field: str) -> str:
+    """Add to a component what the infra file says, and return its image."""
     if graph["apiVersion"] == ALPHA:
         image = _complete_old_pod(infra, component, field)
         holder, name = component, "extraPodMetadata"
@@ -209,17 +216,12 @@ def _complete_component(infra: Infra, graph: Object, component: Object, field: s
         pod = holder.setdefault("spec", {})
         container = _find_main(pod)
         pods.complete_pod(infra, pod, container, field)
-        image = container["image"]
+        image = str(container["image"])
     if infra.scheduler.kind == "kueue":
         metadata = holder.setdefault(name, {})
         queue = {pods.KUEUE_QUEUE: infra.scheduler.queue}
         metadata["labels"] = {**queue, **(metadata.get("labels") or {})}
-    if not component.get("runtimeVersionOverride") and not has_version_tag(image):
-        raise SpecError(
-            f"`{field}`: the operator reads Dynamo's version from the image's tag, and {image} "
-            "has none like 1.6.1.",
-            "Tag the image with the version, or set `runtimeVersionOverride` in `overrides`.",
-        )
+    return image
 
 
 def _find_main(pod: Object) -> Object:

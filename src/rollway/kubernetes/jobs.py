@@ -108,7 +108,11 @@ def make_service(infra: Infra, key: str) -> Object | None:
     if not part.ports:
         return None
     check_name("Service", name, f"{field}.name")
-    ports = [{"name": n, "port": port, "targetPort": port} for n, port in part.ports.items()]
+    # A server-side apply merges ports by number and protocol, so it needs both.
+    ports = [
+        {"name": title, "protocol": "TCP", "port": port, "targetPort": port}
+        for title, port in part.ports.items()
+    ]
     spec = {"selector": make_labels(infra.name, field), "ports": ports}
     return _make_object(infra, "v1", "Service", name, field, spec)
 

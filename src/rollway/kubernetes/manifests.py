@@ -80,6 +80,7 @@ def render_all(infra: Infra, *, version: str = BETA) -> Manifests:
                 for key, conversion in conversions.items()
                 if conversion.losses
             ),
+            *(text for conversion in conversions.values() for text in conversion.warnings),
             *list_warnings(infra, names),
         ],
     )

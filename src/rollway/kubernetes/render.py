@@ -122,7 +122,7 @@ class _Renderer:
         command = make_frontend_command(self.spec, self.python, ports, machine)
         env = {**self._make_planes(""), **command.env, **self.spec.env, **self.spec.frontend.env}
         container = {
-            "name": MAIN,
+            **self._name_main(),
             **_split(command.argv, 3),
             "env": pods.make_env(env),
             # The operator's own port, http, and that of the RL listing.
@@ -164,7 +164,7 @@ class _Renderer:
         ]
         if settings.can_refit and self.spec.admin_orders == "signed":
             env.append(pods.make_secret_env(self.secret))
-        container: Object = {"name": MAIN, **_split(argv, start), "env": env}
+        container: Object = {**self._name_main(), **_split(argv, start), "env": env}
         if settings.can_refit:
             container |= _make_probes()
         resources = self._make_resources(gpus)
@@ -179,6 +179,10 @@ class _Renderer:
         if self.options.shared_memory:
             component["sharedMemorySize"] = self.options.shared_memory
         return {**component, "podTemplate": {"spec": {"containers": [container]}}}
+
+    def _name_main(self) -> Object:
+        image = {"image": self.options.image} if self.options.image else {}
+        return {"name": MAIN, **image}
 
     def _name_component(self, model: ModelSpec, role: WorkerRole) -> str:
         """Return the name of a component: as in Dynamo's examples if there is one model."""

@@ -275,8 +275,10 @@ class DeploymentSpec(SpecPart):
 
 
 class PodsSpec(SpecPart):
-    """What pods of a stack ask for."""
+    """What pods of a stack run on."""
 
+    image: str = ""
+    """Their image. The default is that of the infra file."""
     gpus_per_node: int = Field(default=8, ge=0, le=64)
     """A worker with more ranks runs on several nodes. 0: workers run on CPUs."""
     rdma: bool = False
@@ -297,7 +299,7 @@ class DynamoSpec(SpecPart):
     stack: Path | Object | None = None
     """A stack (docs/stack.md), as a file or as its fields."""
     pods: PodsSpec = Field(default_factory=PodsSpec)
-    """What the pods of a stack ask for; a manifest says it itself."""
+    """What the pods of a stack run on; a manifest says it itself."""
     name: str = ""
     """Its name. The default is the manifest's; for a stack the run's, with the key appended."""
     overrides: Object = Field(default_factory=dict)

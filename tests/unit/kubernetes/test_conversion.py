@@ -230,6 +230,12 @@ def test_an_old_manifest_becomes_a_new_one() -> None:
     assert volumes == [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}]
 
 
+def test_null_is_absent() -> None:
+    services = {"W": {"envs": None, "volumeMounts": None, "extraPodSpec": {"volumes": None}}}
+    graph = {"apiVersion": ALPHA, "metadata": {}, "spec": {"services": services, "pvcs": None}}
+    assert convert(graph, BETA).graph["spec"] == {"components": [{"name": "W"}]}
+
+
 def test_a_version_that_is_none_is_refused() -> None:
     with pytest.raises(SpecError, match="no version v2"):
         convert({"apiVersion": BETA}, "v2")

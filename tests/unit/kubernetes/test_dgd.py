@@ -146,14 +146,28 @@ def test_what_an_old_version_loses_is_a_warning(write: Any) -> None:
     assert not render_all(infra, version=OLD).warnings
 
 
-@pytest.mark.parametrize("tag", [":latest", "", ":my-tag"])
+def test_an_untagged_image_is_refused(write: Any) -> None:
+    with pytest.raises(SpecError, match="no tag"):
+        load(write(BETA.replace(":1.6.1", "")), {})
+
+
+@pytest.mark.parametrize("tag", [":latest", ":my-tag"])
 def test_an_image_without_a_version_needs_an_override(write: Any, tag: str) -> None:
-    manifest = write(BETA.replace(":1.6.1", tag))
-    with pytest.raises(SpecError, match="no tag" if not tag else "reads Dynamo's version"):
-        load(manifest, {}, image="")
+    """A warning only: operators before 1.5 do not ask for it."""
+    part: dict[str, Any] = {"manifest": write(BETA.replace(":1.6.1", tag))}
+    warnings = render_all(make_infra(dynamo={"policy": part}, image=f"a{tag}")).warnings
+    assert len(warnings) == 2
+    assert "component Frontend: operators since 1.5 read Dynamo's version" in warnings[0]
     override = {"runtimeVersionOverride": "1.6.1"}
-    if tag:
-        load(manifest, {"overrides": {"components": {"Frontend": override, "worker": override}}})
+    part["overrides"] = {"components": {"Frontend": override, "worker": override}}
+    assert not render_all(make_infra(dynamo={"policy": part}, image=f"a{tag}")).warnings
+
+
+def test_null_is_absent_and_an_override_of_null_removes(write: Any) -> None:
+    manifest = BETA.replace("replicas: 2", "replicas: 2\n      scalingAdapter: null")
+    part = {"overrides": {"components": {"worker": {"replicas": None}}}}
+    worker = load(write(manifest), part)["spec"]["components"][1]
+    assert not {"replicas", "scalingAdapter"} & worker.keys()
 
 
 def test_the_manifest_is_of_the_runs_namespace(write: Any) -> None:

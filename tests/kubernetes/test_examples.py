@@ -1,0 +1,95 @@
+"""A real server accepts every example and every shipped file that it knows, validated strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollway.errors import RollwayError
+from rollway.kubernetes import kinds
+from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.infra import DEFAULTS_VARIABLE, load_infra
+from rollway.kubernetes.kinds import CRD, DGD, DGD_ALPHA, Kind
+from rollway.kubernetes.manifests import render_all
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "kubernetes"
+NAMES = sorted(p.stem for p in EXAMPLES.glob("*.yaml") if not p.stem.endswith("-graph"))
+KINDS = {(k.api_version, k.kind): k for k in vars(kinds).values() if isinstance(k, Kind)}
+GRAPHS = "dynamographdeployments.nvidia.com"
+
+
+@pytest.fixture(autouse=True)
+def no_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(DEFAULTS_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def render(cluster: Cluster, name: str, version: str) -> list[dict[str, Any]]:
+    infra = load_infra(infra=EXAMPLES / f"{name}.yaml")
+    return render_all(
+        infra.model_copy(update={"namespace": cluster.namespace}), version=version
+    ).objects
+
+
+def find_kind(item: dict[str, Any]) -> Kind | None:
+    return KINDS.get((item["apiVersion"], item["kind"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_server_accepts_an_example(admin: Cluster, name: str) -> None:
+    for item in render(admin, name, "v1beta1"):
+        kind = find_kind(item)
+        assert kind is not None
+        admin.create(kind, item, dry_run=True)
+        applied = admin.apply(kind, item, dry_run=True)
+        assert applied["metadata"]["name"] == item["metadata"]["name"]
+        assert admin.get(kind, item["metadata"]["name"]) is None, "a dry run left something"
+
+
+@pytest.fixture
+def old_versions(admin: Cluster) -> Iterator[None]:
+    """Serve v1alpha1 without the operator's webhook, which converts it: the schema and the rules of
+    v1alpha1 are checked, and nothing is stored."""
+    live = admin.get(CRD, GRAPHS)
+    assert live is not None
+    before = live["spec"]["conversion"]
+    admin.patch(CRD, GRAPHS, {"spec": {"conversion": {"strategy": "None", "webhook": None}}})
+    body = render(admin, "kind-cpu", "v1alpha1")[0]
+    wait_until(lambda: is_accepted(admin, body), 60)
+    yield
+    admin.patch(CRD, GRAPHS, {"spec": {"conversion": before}})
+    wait_until(lambda: not is_accepted(admin, body), 60)
+
+
+def is_accepted(cluster: Cluster, body: dict[str, Any]) -> bool:
+    try:
+        cluster.create(DGD_ALPHA, body, dry_run=True)
+    except RollwayError:
+        return False
+    return True
+
+
+def test_the_server_accepts_every_example_in_the_old_version(
+    admin: Cluster, old_versions: None
+) -> None:
+    for name in NAMES:
+        for item in render(admin, name, "v1alpha1"):
+            if item["kind"] == DGD.kind:
+                assert item["apiVersion"] == DGD_ALPHA.api_version
+                admin.create(DGD_ALPHA, item, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "deploy").glob("rbac/*.yaml")), ids=lambda p: p.stem
+)
+def test_the_server_accepts_the_shipped_roles(admin: Cluster, path: Path) -> None:
+    for item in yaml.safe_load_all(path.read_text()):
+        kind = find_kind(item)
+        assert kind is not None
+        admin.create(kind, item, dry_run=True)
