@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rollway.processes import die_with_parent
 from tests.waiting import wait_until
 
 Object = dict[str, Any]
@@ -294,7 +295,11 @@ class ControlPlane:
         with (self._folder / f"{name}.log").open("ab") as log:
             command = [str(self._assets / name), *arguments]
             self._processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
             )
 
     # --- wait ---------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Protocol
 
+from rollway.processes import die_with_parent
 from tests.light.spec import ROOT
 
 MODEL = "tiny"
@@ -98,6 +99,7 @@ class LightGraph:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
 
     def stop(self, pod: str) -> None:
