@@ -31,7 +31,7 @@ from rollway.kubernetes.permissions import USER, list_verbs
 from rollway.kubernetes.refusals import INSTALL_COMMANDS, make_rule
 
 _AT_ONCE = 8
-_NOTHING = f"{RUN_LABEL}=-none-"  # a list of nothing still says whether a kind is served
+_NOTHING = f"{RUN_LABEL}=none.of-these"  # a list of nothing still says whether a kind is served
 
 
 @dataclass(frozen=True, slots=True)

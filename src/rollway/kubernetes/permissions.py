@@ -39,6 +39,8 @@ class Permission:
 
 _READ = ("get", "list", "watch")
 _WRITE = ("create", "patch", "delete")
+_ASK = ("get", "create", "update", "delete")
+"""The verb of a request through the proxy follows its method."""
 
 VIEWER = (
     Permission(DGD, _READ, "gates, status"),
@@ -53,7 +55,7 @@ VIEWER = (
 """`status` and `logs`."""
 USER = (
     *VIEWER,
-    Permission(SERVICE, ("get", "create"), "third gate, dashboard, from outside", "proxy"),
+    Permission(SERVICE, _ASK, "third gate, Ray's dashboard, from outside", "proxy"),
     Permission(DGD, _WRITE, "inference, and its owner"),
     Permission(RAYJOB, _WRITE, "the training job"),
     Permission(RAYCLUSTER, _WRITE, "long-lived clusters"),
