@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from rollway.errors import ClusterError, RunExists, UsageError
 from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, RAYCLUSTER, RAYJOB
+from rollway.kubernetes.kinds import DEPLOYMENT, DGD, POD, RAYCLUSTER, RAYJOB, SERVICE
 from rollway.kubernetes.names import RUN_LABEL
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.flows import RAY, RUN, World, make_graph, open_world
@@ -171,6 +172,56 @@ def test_a_long_lived_cluster_of_the_user_is_used_and_stays(world: World) -> Non
     take_down(world.cluster, RUN)
     world.wait_until_empty(but=("theirs", "theirs-head", "theirs-worker-0", "theirs-head-svc"))
     world.get(RAYCLUSTER, "theirs")
+
+
+def test_deployments_come_before_graphs_and_go_with_them(world: World) -> None:
+    gym = {
+        "spec": {"replicas": 1, "template": {"spec": {"containers": [{"name": "gym"}]}}},
+        "ports": {"http": 8080},
+    }
+    infra, _ = world.load(
+        deployments={"gym": gym}, launch={"entrypoint": "echo ${deployments.gym}; sleep 60"}
+    )
+    reports: list[str] = []
+    graphs: list[int] = []
+    stop = threading.Event()
+
+    def play_kubelet() -> None:
+        """Report the pods of the Deployment as ready, once it is known that no graph is there."""
+        while not stop.wait(0.2):
+            for body in world.admin.list(POD, labels="rollway.dev/key=deployments.gym")[0]:
+                if not (body.get("status") or {}).get("containerStatuses"):
+                    graphs.append(len(world.list(DGD)))
+                    report_ready(world, body["metadata"]["name"])
+
+    kubelet = threading.Thread(target=play_kubelet)
+    kubelet.start()
+    try:
+        result = world.run(infra, reports=reports)
+    finally:
+        stop.set()
+        kubelet.join()
+    assert graphs == [0]
+    owner = [f"RayCluster {result.ray_cluster}"]
+    assert world.get_owners(DEPLOYMENT, "math-gym") == owner
+    assert world.get_owners(SERVICE, "math-gym") == owner
+    take_down(world.cluster, RUN)
+    for body in world.list(POD):  # no kubelet ends the pods of a Deployment here
+        world.admin.delete(POD, body["metadata"]["name"], grace_seconds=0)
+    world.wait_until_empty()
+
+
+def report_ready(world: World, name: str) -> None:
+    container = {
+        "name": "gym", "ready": True, "restartCount": 0, "image": "x", "imageID": "",
+        "state": {"running": {}},
+    }  # fmt: skip
+    status = {
+        "phase": "Running",
+        "conditions": [{"type": "Ready", "status": "True"}],
+        "containerStatuses": [container],
+    }
+    world.admin.patch(POD, name, {"status": status}, subresource="status")
 
 
 def test_up_brings_up_servers_without_a_job(world: World) -> None:

@@ -90,6 +90,7 @@ def _check_kinds(cluster: Cluster, manifests: Manifests) -> Iterator[Finding]:
             try:
                 cluster.list(version, labels=_NOTHING, metadata_only=True)
                 served.append(version.version)
+                break  # the newest that is served is written; older ones need not be
             except KindMissing as error:
                 refusal = refusal or error
             except Forbidden:
