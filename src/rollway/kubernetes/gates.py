@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollway.errors import ClusterError, NotReady, RollwayError
+from rollway.errors import ClusterError, Forbidden, NotReady, RollwayError
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.expected import read_expected
 from rollway.kubernetes.kinds import EVENT, POD, Kind, Object, find_kind
@@ -103,7 +103,12 @@ def read_gates(cluster: Cluster, graphs: Sequence[Object]) -> dict[str, GateStat
         gates.take_pod(Change("ADDED", pod))
     for name in gates.states:
         gates.judge(name)
-    gates.ask_frontends()
+    try:
+        gates.ask_frontends()
+    except Forbidden:  # who may look at objects only still sees the other gates
+        for name, state in gates.states.items():
+            if state.gate == "frontend":
+                gates.states[name] = replace(state, why="you may not ask its frontend")
     return gates.states
 
 

@@ -39,6 +39,7 @@ _BAD_APPLY = ("failed to create typed", "field not declared in schema", "failed 
 _SECRET_NAME = re.compile(r"TOKEN|KEY|PASSWORD|SECRET|CRED|PASSWD", re.IGNORECASE)
 _BLANK = "***"
 _WEBHOOK = re.compile(r'admission webhook "([^"]+)" denied the request:? ?(.*)', re.DOTALL)
+_VERB = re.compile(r"cannot (\w+) resource")
 _MANAGER = re.compile(r'conflict with "([^"]*)"')
 _TYPED_PATH = re.compile(r"(\.[\w.\[\]=\"/-]+): (.+)")
 
@@ -88,7 +89,8 @@ class Refusal:
             return False
         # A kind that is not served is also `NotFound`, in a Status without details of an object.
         details = self.details.get("details") or {}
-        return bool(details.get("name")) and details.get("kind") != "namespaces"
+        is_namespace = details.get("kind") == "namespaces" and self.kind.plural != "namespaces"
+        return bool(details.get("name")) and not is_namespace
 
 
 def explain(refusal: Refusal) -> RollwayError:
@@ -202,13 +204,16 @@ def _explain_forbidden(refusal: Refusal) -> RollwayError:
             f"The cluster does not admit {refusal.subject}: {text}",
             "Ask for less, or ask the cluster's administrator to raise the limit.",
         )
-    rule = make_rule(refusal.verb, refusal.kind, refusal.subresource)
+    # An apply that creates needs `create` as well; the server names the verb that is missing.
+    named = _VERB.search(text)
+    verb = named[1] if named else refusal.verb
+    rule = make_rule(verb, refusal.kind, refusal.subresource)
     resource = rule["resources"][0]
     group = f" of {refusal.kind.group}" if refusal.kind.group else ""
     where = f" in namespace {refusal.namespace}" if refusal.kind.namespaced else ""
     role = "Role" if refusal.kind.namespaced else "ClusterRole"
     return Forbidden(
-        f"You may not {refusal.verb} {resource}{group}{where}: {text}",
+        f"You may not {verb} {resource}{group}{where}: {text}",
         f"Add this rule to your {role} (deploy/rbac has whole ones): {json.dumps(rule)}",
         rule=rule,
     )
