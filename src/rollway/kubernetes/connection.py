@@ -226,16 +226,21 @@ def open_connection(context: str | None, kubeconfig: str | None) -> tuple[Connec
     comes first.
     """
     try:
+        from kubernetes.config.incluster_config import InClusterConfigLoader
+
         from kubernetes import client, config
     except ImportError as error:
         raise UsageError(
             "Kubernetes needs a package that is not installed: kubernetes.",
             "pip install 'rollway[k8s]'.",
         ) from error
-    named = kubeconfig or context or os.environ.get("KUBECONFIG")
+    # The package reads $KUBECONFIG only once, when it is imported.
+    kubeconfig = kubeconfig or os.environ.get("KUBECONFIG")
+    named = kubeconfig or context
     if not named and os.environ.get("KUBERNETES_SERVICE_HOST") and (ACCOUNT / "token").exists():
         configuration = client.Configuration()
-        config.load_incluster_config(client_configuration=configuration)
+        loader = InClusterConfigLoader(str(ACCOUNT / "token"), str(ACCOUNT / "ca.crt"))
+        loader.load_and_set(configuration)
         namespace = (ACCOUNT / "namespace").read_text().strip()
         return Connection(client.ApiClient(configuration), in_cluster=True), namespace
     try:

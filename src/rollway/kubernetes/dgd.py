@@ -30,6 +30,7 @@ from rollway.kubernetes.names import (
     make_labels,
 )
 from rollway.kubernetes.render import render_part
+from rollway.kubernetes.shapes import check_shapes
 from rollway.kubernetes.spec import DynamoSpec, Infra
 from rollway.plain import check_plain, copy_plain
 
@@ -53,6 +54,7 @@ def load_graph(infra: Infra, key: str, version: str = BETA) -> Conversion:
         source = render_part(infra, key)
     source = copy_plain(source)
     source["spec"] = override_spec(source, spec.overrides, f"{field}.overrides")
+    check_shapes(source["spec"], f"{field}.overrides")
     conversion = convert(source, version)
     graph = conversion.graph
     _set_metadata(infra, graph, spec, field)
@@ -115,6 +117,7 @@ def check_graph(graph: Object, source: str) -> None:
     metadata, spec = graph.get("metadata"), graph.get("spec")
     if not isinstance(metadata, dict) or not metadata.get("name") or not isinstance(spec, dict):
         raise SpecError(f"{source} has no `metadata.name` or no `spec`.", "Give both.")
+    check_shapes({"metadata": metadata, "spec": spec}, source)
     parts = spec.get("services") if version == ALPHA else spec.get("components")
     expected = dict if version == ALPHA else list
     if not isinstance(parts, expected) or not parts:

@@ -16,8 +16,9 @@ from rollway.kubernetes.entrypoint import resolve_entrypoint
 from rollway.kubernetes.infra import merge
 from rollway.kubernetes.names import Object, check_name, make_labels
 from rollway.kubernetes.pods import make_metadata
+from rollway.kubernetes.shapes import check_shapes
 from rollway.kubernetes.spec import TRAINING, EnvSecret, Infra
-from rollway.plain import copy_plain
+from rollway.plain import drop_null
 
 GRAPH_VARIABLE = "ROLLWAY_DGD_NAME"
 """Names the only DynamoGraphDeployment of a run in the driver's environment."""
@@ -90,7 +91,8 @@ def make_deployment(infra: Infra, key: str) -> Object:
     part, name = infra.deployments[key], infra.name_deployment(key)
     field = f"deployments.{key}"
     check_name("Deployment", name, f"{field}.name")
-    spec = copy_plain(part.spec)
+    check_shapes(part.spec, f"{field}.spec")
+    spec = drop_null(part.spec)
     template = spec.setdefault("template", {})
     labels = make_labels(infra.name, field)
     spec["selector"] = {"matchLabels": labels}
@@ -160,7 +162,8 @@ def _quote(path: str) -> str:
 def _make_cluster_spec(infra: Infra, role: str, names: dict[str, str]) -> Object:
     """Return a RayCluster's spec with what the infra file adds to its pods."""
     field = f"kuberay.{role}.spec"
-    spec: Object = copy_plain(infra.kuberay[role].spec)
+    check_shapes(infra.kuberay[role].spec, field)
+    spec: Object = drop_null(infra.kuberay[role].spec)
     labels = make_labels(infra.name, f"kuberay.{role}")
     groups = [("headGroupSpec", spec.get("headGroupSpec"))]
     groups += [

@@ -46,6 +46,31 @@ spec:
     worker: {componentType: worker, replicas: 2, resources: {limits: {gpu: "1"}}}
 """
 
+OLD = """
+apiVersion: nvidia.com/v1alpha1
+kind: DynamoGraphDeployment
+metadata: {name: g}
+spec:
+  envs: [{name: A, value: "1"}]
+  services:
+    Frontend:
+      componentType: frontend
+      extraPodSpec: {mainContainer: {image: "a:1.6.1"}}
+    Prefill:
+      componentType: worker
+      subComponentType: prefill
+      envFromSecret: hf
+      envs: [{name: B, value: "1"}, {name: C, value: "1"}]
+      resources: {limits: {gpu: "2", cpu: "4", custom: {rdma/ib: "1"}}}
+      sharedMemory: {size: 80Gi}
+      scalingAdapter: {enabled: false}
+      volumeMounts: [{name: models, mountPoint: /models}]
+      frontendSidecar: {image: "f:1.6.1", args: [a], envs: [{name: D, value: "1"}]}
+      extraPodSpec:
+        nodeSelector: {a: b}
+        mainContainer: {image: "a:1.6.1", env: [{name: C, value: "2"}]}
+"""
+
 _POD = {"spec": {"containers": [{"name": "ray"}]}}
 CLUSTER: dict[str, Any] = {
     "rayVersion": "2.57.0",

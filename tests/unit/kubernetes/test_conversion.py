@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rollway.errors import SpecError
 from rollway.kubernetes.conversion import convert
 from rollway.kubernetes.names import ALPHA, BETA
+from tests.unit.kubernetes.objects import OLD
 from tests.unit.kubernetes.schemas import list_faults
 
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,8}", fullmatch=True)
@@ -182,32 +183,6 @@ def test_what_v1alpha1_has_no_place_for_is_named() -> None:
         "spec.components.w.experimental.grove",
         "spec.components.w.podTemplate.metadata.finalizers",
     ]
-
-
-OLD = """
-apiVersion: nvidia.com/v1alpha1
-kind: DynamoGraphDeployment
-metadata: {name: g}
-spec:
-  envs: [{name: A, value: "1"}]
-  services:
-    Frontend:
-      componentType: frontend
-      extraPodSpec: {mainContainer: {image: "a:1.6.1"}}
-    Prefill:
-      componentType: worker
-      subComponentType: prefill
-      envFromSecret: hf
-      envs: [{name: B, value: "1"}, {name: C, value: "1"}]
-      resources: {limits: {gpu: "2", cpu: "4", custom: {rdma/ib: "1"}}}
-      sharedMemory: {size: 80Gi}
-      scalingAdapter: {enabled: false}
-      volumeMounts: [{name: models, mountPoint: /models}]
-      frontendSidecar: {image: "f:1.6.1", args: [a], envs: [{name: D, value: "1"}]}
-      extraPodSpec:
-        nodeSelector: {a: b}
-        mainContainer: {image: "a:1.6.1", env: [{name: C, value: "2"}]}
-"""
 
 
 def test_an_old_manifest_becomes_a_new_one() -> None:

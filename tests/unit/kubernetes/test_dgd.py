@@ -185,7 +185,7 @@ BAD = {
     "no name": (BETA.replace("{name: policy, ", "{"), "metadata.name"),
     "no yaml": ("a: [", "not valid YAML"),
     "a tag": ("!!python/object:os.system {}", "not valid YAML"),
-    "a component without a name": (BETA.replace("name: worker", "nam: worker"), "without fields"),
+    "a component without a name": (BETA.replace("name: worker", "nam: worker"), "has no name"),
 }
 
 

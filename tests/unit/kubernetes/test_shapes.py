@@ -1,0 +1,113 @@
+"""Fields of a wrong type are named, whatever they are; rendering never stops for another reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollway.errors import RollwayError, SpecError
+from rollway.kubernetes.conversion import convert
+from rollway.kubernetes.dgd import read_manifest
+from rollway.kubernetes.manifests import render_all
+from rollway.kubernetes.shapes import check_shapes
+from rollway.plain import copy_plain
+from tests.unit.kubernetes.objects import ALPHA, BETA, CLUSTER, OLD, make_infra
+
+WRONG = st.sampled_from(
+    [None, 0, 1.5, True, "text", "", [], {}, [1], [None], ["a"], [{}], {"a": 1}]
+)
+VERSIONS = ("v1beta1", "v1alpha1")
+RUN: dict[str, Any] = {
+    "hf_cache": {"existingClaim": "hf", "mountPath": "/hf"},
+    "networking": {"env": {"A": "1"}, "roce": {"template": "r"}},
+    "placement": {"exclude_nodes": ["bad"], "nodeSelector": {"a": "b"}},
+    "scheduler": {"kind": "kueue", "queue": "q"},
+    "imagePullSecrets": ["pull"],
+}
+
+
+def list_places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths of all nodes of plain data."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    places = [path] if path else []
+    if isinstance(value, (dict, list)):
+        for key, item in items:
+            places += (
+                list_places(item, (*path, key))
+                if isinstance(item, (dict, list))
+                else [(*path, key)]
+            )
+    return places
+
+
+def replace(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    changed = copy_plain(value)
+    target = changed
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = new
+    return changed
+
+
+@pytest.mark.parametrize("text", [ALPHA, BETA.partition("---")[2], OLD], ids=["old", "new", "long"])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_a_manifest_with_a_wrong_field_renders_or_is_explained(
+    text: str, data: st.DataObject, tmp_path: Path
+) -> None:
+    graph = yaml.safe_load(text)
+    path = data.draw(st.sampled_from(list_places(graph)))
+    changed = replace(graph, path, data.draw(WRONG))
+    file = tmp_path / "graph.yaml"
+    file.write_text(yaml.safe_dump(changed))
+    try:
+        for version in VERSIONS:
+            render_all(
+                make_infra(dynamo={"policy": {"manifest": str(file)}}, **RUN), version=version
+            )
+            convert(read_manifest(file), version)
+    except RollwayError as error:
+        assert error.message
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_a_cluster_with_a_wrong_field_renders_or_is_explained(data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(list_places(CLUSTER)))
+    spec = replace(CLUSTER, path, data.draw(WRONG))
+    try:
+        infra = make_infra(**RUN)
+        infra.kuberay["training"].spec = spec
+        render_all(infra)
+    except RollwayError as error:
+        assert error.message
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"containers": {}}, "`s.containers` must be a list"),
+        ({"containers": [{"image": "a"}]}, "`s.containers.0` has no name"),
+        ({"env": {"A": "1"}}, "`s.env` must be a list"),
+        ({"resources": []}, "`s.resources` must be a mapping"),
+        ({"a": {"volumeMounts": [{"name": "x"}]}}, "`s.a.volumeMounts.0` has no `mountPath`"),
+        ({"containers": [{"name": "a", "image": 1.6}]}, "`s.containers.0.image` must be text"),
+    ],
+)
+def test_the_path_of_a_wrong_field_is_named(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        check_shapes(value, "s")
+
+
+def test_labels_may_have_any_key() -> None:
+    check_shapes(
+        {"labels": {"env": "production", "spec": "x", "custom": "y"}, "limits": {"claims": "1"}},
+        "s",
+    )
