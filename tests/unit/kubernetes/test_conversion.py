@@ -122,7 +122,7 @@ GRAPHS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(GRAPHS)
 def test_a_graph_that_loses_nothing_comes_back_as_it_was(graph: dict[str, Any]) -> None:
     before = copy.deepcopy(graph)

@@ -1,6 +1,6 @@
 """Every example renders, in both versions of the CRD, to what is stored and what the schemas allow.
 
-`python -m tests.unit.kubernetes.test_examples` writes the stored files anew."""
+`python -m tests.unit.kubernetes.test_rendered_examples` writes the stored files anew."""
 
 from __future__ import annotations
 
