@@ -133,7 +133,7 @@ class World:
         ended = subprocess.run(
             [*self.command(*arguments), "--json"], capture_output=True, text=True, env=make_env()
         )
-        assert ended.returncode == status, ended.stderr
+        assert ended.returncode == status, f"{ended.stdout}\n{ended.stderr}"
         return json.loads(ended.stdout)
 
     def list(self, kind: Kind) -> list[Object]:

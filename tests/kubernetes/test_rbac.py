@@ -17,7 +17,7 @@ from rollway.kubernetes.permissions import USER, VIEWER, Permission, list_verbs
 from rollway.kubernetes.status import read_status
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.control_plane import ControlPlane
-from tests.kubernetes.flows import RUN, World, make_graph, open_world
+from tests.kubernetes.flows import RUN, World, open_world
 from tests.waiting import wait_until
 
 ROLES = Path(__file__).parents[2] / "deploy" / "rbac"
@@ -101,7 +101,7 @@ def test_a_shipped_role_grants_what_the_table_says(
 
 def test_every_flow_passes_with_the_shipped_role(world: World, become: Any) -> None:
     become(read_role("rollway-cli"))
-    infra, _ = world.load(make_graph("policy"), make_graph("judge"), **SLEEP)
+    infra, _ = world.load(**SLEEP)
     assert world.run(infra).state == "submitted"
     assert {part.kind for part in read_status(world.cluster, RUN).parts} >= {"RayJob", DGD.kind}
     world.call("scale", RUN, "policy.worker=2")

@@ -4,7 +4,7 @@ It needs a cluster with both operators and an infra file with one graph and a jo
 `python -m tests.kubernetes.lab` serves a real control plane with stand-in operators.
 
 `requests` counts what a run asks of the API server until all gates are passed, against the fewest
-that could do: one write for each object, one watch for each kind, one question to each frontend.
+that could do: one write for each object, one watch for each kind, two questions to each frontend.
 `many` runs 1, 8 and 32 graphs. `memory` runs the command in a namespace with 10 and with 1,000
 pods of others. `scale` grows the graph from 2 to 32 workers, and waits until all serve the current
 version.
@@ -117,8 +117,9 @@ def _measure_run(place: Place, graphs: int) -> dict[str, Any]:
     finally:
         take_down(cluster, infra.name)
         cluster.close()
-    # A write for each object, a watch of jobs, graphs and pods, a question to each frontend.
-    fewest = 1 + graphs + 3 + graphs
+    # A write for each object, a watch of jobs, graphs and pods, and two questions to each frontend:
+    # for its workers, and for its models.
+    fewest = 1 + graphs + 3 + 2 * graphs
     return {
         "graphs": graphs,
         "requests": sum(asked.values()),

@@ -144,7 +144,7 @@ class JobRun:
         with run.undo_on_failure():
             live = wait_for(
                 self._cluster, RAYJOB, self._name, _decide_suspended,
-                timeout=self._limits.suspend, what="was not suspended",
+                timeout=self._limits.suspend, what="was not suspended", known=live,
             )  # fmt: skip
             run.report(f"RayJob {self._name} is suspended")
             run.finish("suspended")

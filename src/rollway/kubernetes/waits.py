@@ -44,16 +44,21 @@ def wait_for(
     timeout: float | None,
     what: str,
     must_exist: bool = True,
+    known: Object | None = None,
 ) -> T:
     """Return the first value that `decide` makes of the object, or raise after `timeout`.
 
     `decide` returns None to go on, and raises when the wait can no longer succeed. `what` completes
     the sentence of the error. An object that is deleted meanwhile ends the wait, unless it need
-    not exist yet.
+    not exist yet. `known` is the object as the caller has just read it; the watch goes on from it.
     """
-    last: Object = {}
+    last: Object = known or {}
     deadline = Deadline(timeout)
-    with Follower(cluster, [Selection(kind, fields=f"metadata.name={name}")]) as follower:
+    if known is not None and (value := decide(known)) is not None:
+        return value
+    since = known["metadata"]["resourceVersion"] if known else ""
+    selection = Selection(kind, fields=f"metadata.name={name}", since=since)
+    with Follower(cluster, [selection]) as follower:
         while not deadline.is_over:
             pair = follower.take(min(deadline.left, _LOOK_SECONDS))
             if pair is None:

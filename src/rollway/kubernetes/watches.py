@@ -59,6 +59,8 @@ class Selection:
     labels: str = ""
     fields: str = ""
     metadata_only: bool = False
+    since: str = ""
+    """The version to watch from, if the caller knows one: saves the list."""
 
     @property
     def query(self) -> dict[str, str]:
@@ -98,7 +100,7 @@ class Watch:
         self._is_connected = False
         self._known: dict[str, Object] = {}
         """What was yielded and not deleted, by name: only what a DELETED needs."""
-        objects, self._version = start or ((), "")
+        objects, self._version = start or ((), selection.since)
         for entry in objects:
             self._remember(entry)
 
