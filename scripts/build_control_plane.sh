@@ -24,8 +24,15 @@ work=$(mktemp -d "$out/build.XXXXXX")
 trap 'chmod -R u+w "$work"; rm -rf "$work"' EXIT
 
 # An apt of our own: its lists know bookworm and sid, the system's stay as they are.
-mirror=${DEBIAN_MIRROR:-$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null |
-    grep -oE 'https?://[^ ]+/debian/?' | grep -v security | head -1)}
+find_mirror() {
+    grep -rhvE '^ *#' /etc/apt/sources.list /etc/apt/sources.list.d 2> /dev/null |
+        grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 | tr -d ' ' || true
+}
+mirror=${DEBIAN_MIRROR:-$(find_mirror)}
+if [ -z "$mirror" ]; then
+    echo "No mirror of Debian is configured: set DEBIAN_MIRROR." >&2
+    exit 1
+fi
 key=/usr/share/keyrings/debian-archive-keyring.gpg
 mkdir -p "$work"/apt/state/lists/partial "$work"/apt/cache/archives/partial "$work"/{debs,root,home}
 touch "$work/apt/status"

@@ -168,6 +168,10 @@ class Conflict(ClusterError):
         return {**super().as_json(), "fields": self.fields}
 
 
+class RunExists(ClusterError):
+    """A run of this name is there and cannot be taken up; it was not touched."""
+
+
 class KindMissing(ClusterError):
     """The cluster does not serve a kind of object, or not in this version."""
 

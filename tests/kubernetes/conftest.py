@@ -15,6 +15,13 @@ from tests.kubernetes.dynamo_operator import DynamoOperator
 from tests.kubernetes.kuberay_operator import KubeRayOperator
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the tests of this folder out of `make test-fast`."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.stack)
+
+
 @pytest.fixture(scope="session")
 def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A real API server with the CRDs of Dynamo and KubeRay."""

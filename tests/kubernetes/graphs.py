@@ -22,6 +22,8 @@ from rollway.processes import die_with_parent
 from tests.light.spec import ROOT
 
 MODEL = "tiny"
+SECRET = "of-the-tests"
+"""What orders to light workers are signed with."""
 
 
 class Backing(Protocol):
@@ -51,7 +53,7 @@ class LightGraph:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._urls: dict[str, str] = {}
         self._env: dict[str, dict[str, str]] = {}
-        self.worker_env: dict[str, str] = {}
+        self.worker_env = {"ROLLWAY_WEIGHTS_SECRET": SECRET}
         """More environment for workers that start from now on."""
         http, rl = find_port(address), find_port(address)
         self.ports = {8000: http, 8001: rl}

@@ -16,42 +16,24 @@ from rollway.errors import (
     NamespaceMissing,
     UsageError,
 )
+from rollway.kubernetes import connection
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.kinds import (
     CONFIG_MAP,
     DGD,
     POD,
     RAYJOB,
-    ROLE,
-    ROLE_BINDING,
     SECRET,
     SERVICE_ACCOUNT,
     Kind,
 )
 from rollway.kubernetes.names import DGD_LABEL
+from tests.kubernetes.accounts import connect_as
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.manifests import make_component, make_graph, make_job
 from tests.waiting import wait_until
 
 RULES = [{"apiGroups": ["nvidia.com"], "resources": ["dynamographdeployments"], "verbs": ["get"]}]
-
-
-def connect_as(
-    control_plane: ControlPlane, admin: Cluster, folder: Path, rules: list[dict[str, object]]
-) -> Cluster:
-    """Return the cluster as a service account that has only these rules."""
-    admin.create(SERVICE_ACCOUNT, {"metadata": {"name": "user"}})
-    admin.create(ROLE, {"metadata": {"name": "user"}, "rules": rules})
-    subject = {"kind": "ServiceAccount", "name": "user", "namespace": admin.namespace}
-    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "user"}
-    binding = {"metadata": {"name": "user"}, "subjects": [subject], "roleRef": reference}
-    admin.create(ROLE_BINDING, binding)
-    token = control_plane.make_token(admin.namespace, "user")
-    path = control_plane.write_kubeconfig(folder / "user", token, admin.namespace)
-    cluster = Cluster.connect(kubeconfig=path)
-    assert cluster.namespace == admin.namespace
-    wait_until(lambda: cluster.may("get", DGD), 20, what="the role")
-    return cluster
 
 
 # --- apply -----------------------------------------------------------------------------------
@@ -277,6 +259,30 @@ def test_wrong_credentials_and_addresses_are_told_apart(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
     with pytest.raises(UsageError, match="No cluster is configured"):
         Cluster.connect()
+
+
+def test_a_pod_uses_its_service_account_and_services_directly(
+    admin: Cluster,
+    control_plane: ControlPlane,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    admin.create(SERVICE_ACCOUNT, {"metadata": {"name": "pod"}})
+    (tmp_path / "token").write_text(control_plane.make_token(admin.namespace, "pod"))
+    (tmp_path / "namespace").write_text(admin.namespace)
+    certificate = json.loads(control_plane.kubeconfig.read_text())["clusters"][0]["cluster"]
+    (tmp_path / "ca.crt").write_text(Path(certificate["certificate-authority"]).read_text())
+    monkeypatch.setattr(connection, "ACCOUNT", tmp_path)
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    host, port = control_plane.url.removeprefix("https://").split(":")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", port)
+    pod = Cluster.connect()
+    assert pod.in_cluster and pod.namespace == admin.namespace
+    with pytest.raises(Forbidden, match=f"system:serviceaccount:{admin.namespace}:pod"):
+        pod.list(POD)
+    # There is no cluster DNS here: a Service that cannot be reached is a 502, as of the proxy.
+    assert pod.ask_service("policy-frontend", 8000, "/health")[0] == 502
 
 
 # --- many objects ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from rollway.errors import ClusterError, NotReady
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.gates import GateState, read_gates, wait_until_ready
 from rollway.kubernetes.kinds import DGD, POD
+from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.dynamo_operator import DynamoOperator
 from tests.kubernetes.graphs import StubGraph
 from tests.kubernetes.manifests import make_graph
@@ -222,3 +223,29 @@ def test_replicas_are_followed_up_and_down(
     wait("policy", workers=2).future.result(LONG)
     wait_until(lambda: len(admin.list(POD)[0]) == 3, 30)
     assert threading.active_count() < 60
+
+
+def test_an_api_server_that_restarts_does_not_end_the_wait(
+    control_plane: ControlPlane, dynamo: DynamoOperator, wait: Callable[..., Waiter]
+) -> None:
+    dynamo.get_faults("policy").ready_after = 1.0
+    waiter = wait("policy")
+    stub(dynamo).status = 503
+    waiter.wait_for_why("answers 503")
+    control_plane.kill()
+    assert stays(lambda: not waiter.future.done(), 3.0, every=0.2)
+    control_plane.revive()
+    stub(dynamo).status = 200
+    waiter.future.result(LONG)
+
+
+def test_a_failed_graph_is_shown_beside_the_others(admin: Cluster, dynamo: DynamoOperator) -> None:
+    dynamo.get_faults("second").failed = "image not found"
+    for name in ("first", "second"):
+        admin.apply(DGD, make_graph(name))
+
+    def read() -> dict[str, GateState]:
+        return read_gates(admin, admin.list(DGD)[0])
+
+    wait_until(lambda: read()["first"].gate == "", LONG, every=1.0)
+    assert "image not found" in read()["second"].why

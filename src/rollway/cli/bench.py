@@ -211,6 +211,16 @@ def ray(options: argparse.Namespace) -> int:
     return 0
 
 
+def k8s(options: argparse.Namespace) -> int:
+    require("kubernetes")
+    from rollway.bench.k8s import PARTS, Place, bench_k8s, format_figures
+
+    only = _read_parts(options, PARTS)
+    place = Place(options.kubeconfig, options.namespace, options.infra, options.set)
+    _print_figures(options, bench_k8s(place, tuple(only), print_progress), format_figures)
+    return 0
+
+
 def curator(options: argparse.Namespace) -> int:
     require("torch", "transformers", "dynamo")
     from rollway.bench.curator import bench_curator, format_figures

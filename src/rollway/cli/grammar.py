@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import rollway
+from rollway.cli.k8s_grammar import add_k8s_bench, add_k8s_commands
 
 Add = Callable[..., argparse.ArgumentParser]
 
@@ -32,6 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("bench", "measure, as ratios within one run", _add_bench_commands),
         ("prime-rl", "serve prime-rl's orchestrator and trainer", _add_prime_rl_commands),
         ("nemo-rl", "run NeMo-RL's trainers on a stack", _add_nemo_rl_commands),
+        ("k8s", "run inference and training on Kubernetes", add_k8s_commands),
     ):
         group = commands.add_parser(name, help=text, description=text).add_subparsers(
             title="commands", metavar="COMMAND", required=True
@@ -331,6 +333,7 @@ def _add_bench_commands(add: Add) -> None:
     _add_spec(parser, "a stack file; a stand-in without it")
     parser.add_argument("--requests", type=int, default=100_000, help="how many (default 100000)")
     parser.add_argument("--agents", type=int, default=64, help="how many at once (default 64)")
+    add_k8s_bench(add("k8s", "bench:k8s", "runs on a cluster, against the fewest requests"))
     add("disaggregated", "bench:disaggregated", "prefill and decode apart, against both in one")
     add("plan", "bench:plan", "planning weight transfers of large models")
     parser = add("ray", "bench:ray", "stacks on a Ray cluster, against one machine")

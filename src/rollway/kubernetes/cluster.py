@@ -251,7 +251,8 @@ class Cluster:
         """Create an object that must not exist yet; unknown fields are refused.
 
         Raises:
-            Conflict: there is one of that name.
+            Conflict: there is one of that name; also if the answer to a create that succeeded was
+                lost, and the request was repeated.
         """
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         query |= {"dryRun": "All"} if dry_run else {}

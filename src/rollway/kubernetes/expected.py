@@ -68,7 +68,7 @@ def _find_arguments(part: Mapping[str, Any]) -> list[str]:
 
 
 def _find_models(words: Sequence[str]) -> Iterable[str]:
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         flag, given, value = word.partition("=")
         name = value if given else following
         # A variable is known in the pod only.

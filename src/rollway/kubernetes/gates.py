@@ -20,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollway.errors import ClusterError, NotReady, RollwayError
+from rollway.errors import ClusterError, Forbidden, NotReady, RollwayError
 from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.connection import Unavailable
 from rollway.kubernetes.expected import read_expected
 from rollway.kubernetes.kinds import EVENT, POD, Kind, Object, find_kind
 from rollway.kubernetes.names import (
@@ -101,9 +102,17 @@ def read_gates(cluster: Cluster, graphs: Sequence[Object]) -> dict[str, GateStat
         gates.take(Change("ADDED", entry))
     for pod in cluster.list(POD, labels=select_pods(list(gates.states)))[0]:
         gates.take_pod(Change("ADDED", pod))
-    for name in gates.states:
-        gates.judge(name)
-    gates.ask_frontends()
+    for name, state in list(gates.states.items()):
+        try:
+            gates.judge(name)
+        except NotReady as error:  # shown beside the others
+            gates.states[name] = replace(state, why=error.message, pod=error.pod)
+    try:
+        gates.ask_frontends()
+    except Forbidden:  # who may look at objects only still sees the other gates
+        for name, state in gates.states.items():
+            if state.gate == "frontend":
+                gates.states[name] = replace(state, why="you may not ask its frontend")
     return gates.states
 
 
@@ -240,7 +249,7 @@ class Gates:
         expected = read_expected(live)
         if expected.frontend is None:  # a pool of workers for other graphs' frontends
             return ""
-        status, body = self._cluster.ask_service(expected.frontend, HTTP_PORT, "/health")
+        status, body = self._ask(expected.frontend, "/health")
         if status in _DOWN:
             return f"its frontend answers {status}"
         if status == 404:  # it serves HTTP, and has no listing
@@ -248,7 +257,7 @@ class Gates:
         workers = _count_workers(body, self._cluster.namespace, live)
         if workers is not None and workers < expected.workers:
             return f"its frontend lists {workers} of {expected.workers} workers"
-        status, body = self._cluster.ask_service(expected.frontend, HTTP_PORT, "/v1/models")
+        status, body = self._ask(expected.frontend, "/v1/models")
         if status in _DOWN:
             return f"its frontend answers {status}"
         listed = _read_models(body) if status < 300 else None
@@ -258,6 +267,12 @@ class Gates:
         if missing or (expected.workers and not listed):
             return f"its frontend does not list {', '.join(missing) or 'any model'}"
         return ""
+
+    def _ask(self, service: str, path: str) -> tuple[int, bytes]:
+        try:
+            return self._cluster.ask_service(service, HTTP_PORT, path)
+        except Unavailable:  # an API server that restarts; the watches end if it stays away
+            return 503, b""
 
     def _find_pause(self, begun: float, limits: Mapping[str, float]) -> float:
         """Return how long nothing is due, if no change comes."""

@@ -37,8 +37,14 @@ INSTALL_COMMANDS = {
 _BAD_APPLY = ("failed to create typed", "field not declared in schema", "failed to convert new")
 """In the body of a 500: the applied object does not fit the schema. The object is the user's."""
 _SECRET_NAME = re.compile(r"TOKEN|KEY|PASSWORD|SECRET|CRED|PASSWD", re.IGNORECASE)
+_SECRET_TEXT = re.compile(
+    r"\b([A-Z0-9_]*(?:TOKEN|KEY|PASSWORD|SECRET|CRED|PASSWD)[A-Z0-9_]*)(=|: *)"
+    r"(\"[^\"]*\"|'[^']*'|[^\s\"';&|]+)"
+)
+"""Inside of strings: HF_TOKEN=… in an entry point, HF_TOKEN: … in a runtime environment's YAML."""
 _BLANK = "***"
 _WEBHOOK = re.compile(r'admission webhook "([^"]+)" denied the request:? ?(.*)', re.DOTALL)
+_VERB = re.compile(r"cannot (\w+) resource")
 _MANAGER = re.compile(r'conflict with "([^"]*)"')
 _TYPED_PATH = re.compile(r"(\.[\w.\[\]=\"/-]+): (.+)")
 
@@ -88,7 +94,8 @@ class Refusal:
             return False
         # A kind that is not served is also `NotFound`, in a Status without details of an object.
         details = self.details.get("details") or {}
-        return bool(details.get("name")) and details.get("kind") != "namespaces"
+        is_namespace = details.get("kind") == "namespaces" and self.kind.plural != "namespaces"
+        return bool(details.get("name")) and not is_namespace
 
 
 def explain(refusal: Refusal) -> RollwayError:
@@ -129,12 +136,23 @@ def blank_secrets(manifest: Object) -> Object:
     copy: Object = json.loads(json.dumps(manifest))
     for holder, key in _find_secrets(copy):
         holder[key] = _BLANK
-    return copy
+    blanked: Object = _blank_strings(copy)
+    return blanked
 
 
 def show_manifest(manifest: Object) -> str:
     """Return an object as YAML, with its secrets blanked."""
     return yaml.safe_dump(blank_secrets(manifest), sort_keys=False)
+
+
+def _blank_strings(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _blank_strings(part) for key, part in node.items()}
+    if isinstance(node, list):
+        return [_blank_strings(part) for part in node]
+    if isinstance(node, str):
+        return _SECRET_TEXT.sub(rf"\1\2{_BLANK}", node)
+    return node
 
 
 def _find_secrets(node: Any) -> Iterator[tuple[dict[str, Any], str]]:
@@ -166,6 +184,7 @@ def _make_invalid(refusal: Refusal, causes: list[tuple[str, str]], judge: str) -
     secrets = [str(holder[key]) for holder, key in _find_secrets(manifest)]
     for secret in filter(None, secrets):
         causes = [(path, words.replace(secret, _BLANK)) for path, words in causes]
+    causes = [(path, str(_blank_strings(words))) for path, words in causes]
     shown = "; ".join(f"{path}: {words}" if path else words for path, words in causes)
     return InvalidObject(
         f"The cluster's {judge} refuses {refusal.subject}: {shown}",
@@ -202,13 +221,16 @@ def _explain_forbidden(refusal: Refusal) -> RollwayError:
             f"The cluster does not admit {refusal.subject}: {text}",
             "Ask for less, or ask the cluster's administrator to raise the limit.",
         )
-    rule = make_rule(refusal.verb, refusal.kind, refusal.subresource)
+    # An apply that creates needs `create` as well; the server names the verb that is missing.
+    named = _VERB.search(text)
+    verb = named[1] if named else refusal.verb
+    rule = make_rule(verb, refusal.kind, refusal.subresource)
     resource = rule["resources"][0]
     group = f" of {refusal.kind.group}" if refusal.kind.group else ""
     where = f" in namespace {refusal.namespace}" if refusal.kind.namespaced else ""
     role = "Role" if refusal.kind.namespaced else "ClusterRole"
     return Forbidden(
-        f"You may not {refusal.verb} {resource}{group}{where}: {text}",
+        f"You may not {verb} {resource}{group}{where}: {text}",
         f"Add this rule to your {role} (deploy/rbac has whole ones): {json.dumps(rule)}",
         rule=rule,
     )

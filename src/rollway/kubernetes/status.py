@@ -1,0 +1,252 @@
+"""Where a run stands, and why it waits: read from the API server alone, so any machine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rollway.errors import ClusterError, Forbidden, NotReady, RollwayError
+from rollway.kubernetes import gates
+from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.driver import is_provisioned
+from rollway.kubernetes.kinds import (
+    DEPLOYMENT,
+    DGD,
+    EVENT,
+    POD,
+    RAYCLUSTER,
+    RAYJOB,
+    SERVICE,
+    Kind,
+    Object,
+)
+from rollway.kubernetes.names import DGD_LABEL, KEY_LABEL, find_frontend, select_pods, select_run
+from rollway.kubernetes.teardown import list_objects
+from rollway.kubernetes.waits import explain_deployment
+
+RAY_LABEL = "ray.io/cluster"
+"""KubeRay's label on the pods of a RayCluster."""
+_MOST_EVENTS = 20
+"""Pods whose events are asked for, one request each."""
+
+
+@dataclass(slots=True)
+class Part:
+    """An object of a run."""
+
+    kind: str
+    name: str
+    key: str
+    state: str
+    waits_for: str
+    """"" if it waits for nothing."""
+    owner: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PodState:
+    """A pod of a run."""
+
+    name: str
+    part: str
+    """The object that it belongs to."""
+    phase: str
+    ready: str
+    """Containers that are ready, of all: `1/2`."""
+    reason: str
+    event: str
+    """The last event of a pod that is not ready."""
+
+
+@dataclass(slots=True)
+class RunStatus:
+    """All that a namespace has of a run."""
+
+    run: str
+    namespace: str
+    parts: list[Part]
+    pods: list[PodState]
+
+    @property
+    def waits_for(self) -> list[str]:
+        """Why the run is not further, one sentence each."""
+        return [
+            f"{part.kind} {part.name}: {part.waits_for}" for part in self.parts if part.waits_for
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "waits_for": self.waits_for}
+
+
+def read_status(cluster: Cluster, run: str, targets: tuple[str, ...] = ()) -> RunStatus:
+    """Read what a run has; raise ClusterError if there is nothing."""
+    objects = [
+        (kind, body)
+        for kind, body in list_objects(cluster, run)
+        if not targets or _get_key(body) in targets
+    ]
+    if not objects:
+        raise ClusterError(
+            f"Namespace {cluster.namespace} has nothing of run {run}.",
+            "It never started, or it is gone; `rollway k8s run` starts it.",
+        )
+    clusters = _find_clusters(cluster, objects)
+    known = {body["metadata"]["uid"] for _, body in objects}
+    objects += [(RAYCLUSTER, body) for body in clusters if body["metadata"]["uid"] not in known]
+    states = _read_gates(cluster, [body for kind, body in objects if kind.kind == DGD.kind])
+    parts = [_describe(kind, body, states) for kind, body in objects]
+    return RunStatus(run, cluster.namespace, parts, list(_list_pods(cluster, run, objects)))
+
+
+def _find_clusters(cluster: Cluster, objects: list[tuple[Kind, Object]]) -> list[Object]:
+    """Return the clusters that KubeRay made for RayJobs: their names end in a suffix of its own."""
+    names = ((body.get("status") or {}).get("rayClusterName") for kind, body in objects
+             if kind == RAYJOB)  # fmt: skip
+    bodies = (cluster.get(RAYCLUSTER, name) for name in names if name)
+    return [body for body in bodies if body is not None]
+
+
+def _read_gates(cluster: Cluster, graphs: list[Object]) -> dict[str, gates.GateState]:
+    """Return where graphs stand; of one that failed what its operator says."""
+    states: dict[str, gates.GateState] = {}
+    for body in graphs:
+        try:
+            states |= gates.read_gates(cluster, [body])
+        except NotReady as error:
+            name = body["metadata"]["name"]
+            states[name] = gates.GateState(name, why=error.message)
+    return states
+
+
+def _describe(kind: Kind, body: Object, states: dict[str, gates.GateState]) -> Part:
+    metadata, status = body["metadata"], body.get("status") or {}
+    owners = metadata.get("ownerReferences") or []
+    part = Part(
+        kind.kind,
+        metadata["name"],
+        _get_key(body),
+        "",
+        "",
+        ", ".join(f"{owner['kind']} {owner['name']}" for owner in owners),
+    )
+    if kind.kind == DGD.kind:
+        _describe_graph(body, part, states[part.name])
+    elif kind == RAYJOB:
+        _describe_job(body, part)
+    elif kind == RAYCLUSTER:
+        part.state = status.get("state") or ("ready" if is_provisioned(body) else "pending")
+        if not is_provisioned(body):
+            part.waits_for = "its pods are not all ready"
+    elif kind == DEPLOYMENT:
+        part.waits_for = explain_deployment(body)
+        part.state = "pending" if part.waits_for else "available"
+    elif kind == SERVICE:
+        part.state = "there"
+    if "deletionTimestamp" in metadata:
+        part.state = "going away"
+        held = ", ".join(metadata.get("finalizers") or [])
+        part.waits_for = f"finalizers: {held}" if held else "its deletion"
+    return part
+
+
+def _describe_job(body: Object, part: Part) -> None:
+    status = body.get("status") or {}
+    part.state = status.get("jobDeploymentStatus") or "not seen by KubeRay"
+    part.details = {
+        "suspend": bool(body["spec"].get("suspend")),
+        "ray_cluster": status.get("rayClusterName") or "",
+        "driver": status.get("jobId") or "",
+        "driver_state": status.get("jobStatus") or "",
+        "message": status.get("message") or "",
+    }
+    if part.details["suspend"]:
+        part.waits_for = "the gates of its graphs; `rollway k8s run` resumes it"
+    elif not part.details["ray_cluster"] and part.state not in ("Complete", "Failed"):
+        part.waits_for = "a RayCluster"
+    elif not part.details["driver_state"] and part.state not in ("Complete", "Failed"):
+        part.waits_for = "its driver to be submitted"
+
+
+def _describe_graph(body: Object, part: Part, state: gates.GateState) -> None:
+    status = body.get("status") or {}
+    part.state = status.get("state") or "not seen by the operator"
+    part.waits_for = f"gate `{state.gate}`: {state.why}" if state.gate else ""
+    part.details = {
+        "gates": state.as_json(),
+        "frontend": find_frontend(body) or "",
+        "components": {
+            name: f"{each.get('readyReplicas', 0)}/{each.get('replicas', 0)}"
+            for name, each in (status.get("components") or status.get("services") or {}).items()
+        },
+    }
+
+
+def _list_pods(
+    cluster: Cluster, run: str, objects: list[tuple[Kind, Object]]
+) -> Iterator[PodState]:
+    graphs = [body["metadata"]["name"] for kind, body in objects if kind.kind == DGD.kind]
+    rays = [body["metadata"]["name"] for kind, body in objects if kind == RAYCLUSTER]
+    selectors = [select_pods(graphs)] if graphs else []
+    selectors += [f"{RAY_LABEL} in ({','.join(sorted(rays))})"] if rays else []
+    if any(kind == DEPLOYMENT for kind, _ in objects):
+        selectors.append(f"{select_run(run)},!{RAY_LABEL},!{DGD_LABEL}")
+    pods: dict[str, Object] = {}
+    for selector in selectors:
+        pods |= {body["metadata"]["name"]: body for body in cluster.list(POD, labels=selector)[0]}
+    asked = 0
+    for name, body in sorted(pods.items()):
+        is_ready = all(each.get("ready") for each in _get_containers(body)) and _get_containers(
+            body
+        )
+        event = ""
+        if not is_ready and asked < _MOST_EVENTS:
+            asked += 1
+            event = find_last_event(cluster, body)
+        yield _describe_pod(name, body, event)
+
+
+def _describe_pod(name: str, body: Object, event: str) -> PodState:
+    labels, containers = body["metadata"].get("labels") or {}, _get_containers(body)
+    waiting = ((each.get("state") or {}).get("waiting") or {} for each in containers)
+    reasons = [each["reason"] for each in waiting if each.get("reason")]
+    owner = labels.get(DGD_LABEL) or labels.get(RAY_LABEL) or labels.get(KEY_LABEL) or ""
+    ready = sum(bool(each.get("ready")) for each in containers)
+    wanted = len((body.get("spec") or {}).get("containers") or [])
+    status = body.get("status") or {}
+    reason = ", ".join(reasons) or str(status.get("reason") or "")
+    return PodState(name, owner, status.get("phase", ""), f"{ready}/{wanted}", reason, event)
+
+
+def find_last_event(cluster: Cluster, body: Object) -> str:
+    """Return the newest event of an object as `reason: message`; "" without one."""
+    try:
+        events, _ = cluster.list(EVENT, fields=f"involvedObject.uid={body['metadata']['uid']}")
+    except Forbidden:
+        return "(you may not read events)"
+    if not events:
+        return ""
+    newest = max(events, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime")))
+    return f"{newest.get('reason', '')}: {newest.get('message', '')}"
+
+
+def _get_containers(body: Object) -> list[Object]:
+    containers: list[Object] = (body.get("status") or {}).get("containerStatuses") or []
+    return containers
+
+
+def _get_key(body: Object) -> str:
+    return str((body["metadata"].get("labels") or {}).get(KEY_LABEL, ""))
+
+
+def read_versions(cluster: Cluster, graph: str) -> dict[str, Any]:
+    """Return the weight version of each worker of a graph, or why it is not known."""
+    import rollway
+
+    try:
+        with rollway.attach(f"dgd://{cluster.namespace}/{graph}", watch=False) as stack:
+            served = stack.fleet.read_versions()
+    except RollwayError as error:
+        return {"unknown": error.message}
+    return {str(worker): version for worker, version in served.items()}

@@ -1,0 +1,145 @@
+"""Find what a run owns, delete it in order, and wait until it is gone.
+
+Objects are found by the label that every object of a run has, so it does not matter which process
+made them, or whether that process still lives. Nothing without that label is deleted: a DGD that
+its user manages is not ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollway.errors import ClusterError, Conflict, KindMissing
+from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.kinds import (
+    DEPLOYMENT,
+    DGD,
+    DGD_ALPHA,
+    POD,
+    RAYCLUSTER,
+    RAYJOB,
+    SERVICE,
+    Kind,
+    Object,
+)
+from rollway.kubernetes.names import KEY_LABEL, RUN_LABEL, select_pods, select_run
+from rollway.kubernetes.waits import Deadline
+
+Report = Callable[[str], None]
+
+ORDER = (RAYJOB, RAYCLUSTER, DGD, DEPLOYMENT, SERVICE)
+"""Training ends first, so that nobody asks for tokens of workers that go."""
+
+
+@dataclass(slots=True)
+class Removal:
+    """What `take_down` did."""
+
+    run: str
+    deleted: list[str] = field(default_factory=list)
+    """`Kind name` of each object, in order."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"run": self.run, "deleted": self.deleted}
+
+
+def list_objects(cluster: Cluster, name: str) -> Iterator[tuple[Kind, Object]]:
+    """Yield the objects with the label of a run, in the order in which they are deleted."""
+    for kind in ORDER:
+        yield from ((kind, body) for body in list_kind(cluster, kind, select_run(name)))
+
+
+def list_kind(cluster: Cluster, kind: Kind, labels: str) -> list[Object]:
+    """List objects of a kind that the server may not have; DGDs in the version that it serves."""
+    try:
+        return cluster.list(kind, labels=labels)[0]
+    except KindMissing:
+        return list_kind(cluster, DGD_ALPHA, labels) if kind == DGD else []
+
+
+def list_targets(
+    cluster: Cluster, name: str, *, keep: Collection[str] = (), keys: Collection[str] = ()
+) -> list[tuple[Kind, Object]]:
+    """Return what `take_down` would delete."""
+    return [
+        (kind, body)
+        for kind, body in list_objects(cluster, name)
+        if body["metadata"]["uid"] not in keep
+        and (not keys or body["metadata"]["labels"].get(KEY_LABEL) in keys)
+    ]
+
+
+def take_down(
+    cluster: Cluster,
+    name: str,
+    *,
+    timeout: float = 300.0,
+    wait: bool = True,
+    keep: Collection[str] = (),
+    keys: Collection[str] = (),
+    report: Report = lambda _: None,
+) -> Removal:
+    """Delete the objects of a run and wait until they, and the pods of its graphs, are gone.
+
+    `keep` has UIDs that stay, `keys` the values of the key label to which the deletion is limited.
+    """
+    deadline, removal = Deadline(timeout), Removal(name)
+    chosen = list_targets(cluster, name, keep=keep, keys=keys)
+    for kind, body in chosen:
+        metadata = body["metadata"]
+        report(f"delete {kind.kind} {metadata['name']}")
+        # The UID: an object that took the name meanwhile is somebody else's.
+        with contextlib.suppress(Conflict):
+            cluster.delete(kind, metadata["name"], uid=metadata["uid"])
+        removal.deleted.append(f"{kind.kind} {metadata['name']}")
+    if wait:
+        _wait_until_gone(cluster, chosen, deadline, report)
+    return removal
+
+
+def _wait_until_gone(
+    cluster: Cluster, chosen: list[tuple[Kind, Object]], deadline: Deadline, report: Report
+) -> None:
+    for kind in ORDER:
+        names = [body["metadata"]["name"] for each, body in chosen if each == kind]
+        if kind == RAYCLUSTER:
+            # KubeRay names the cluster of a job; the garbage collector deletes it with the job.
+            jobs = (body for each, body in chosen if each == RAYJOB)
+            made = (body.get("status", {}).get("rayClusterName") for body in jobs)
+            names += [cluster_name for cluster_name in made if cluster_name not in (None, "")]
+        if names:
+            report(f"wait until {kind.kind} {', '.join(sorted(set(names)))} is gone")
+            cluster.wait_until_gone(kind, sorted(set(names)), deadline.left)
+    graphs = [body["metadata"]["name"] for each, body in chosen if each.kind == DGD.kind]
+    if graphs:
+        # Their GPUs are free when the pods are gone, not when the graphs are.
+        labels = select_pods(graphs)
+        bodies, _ = cluster.list(POD, labels=labels, metadata_only=True)
+        pods = [body["metadata"]["name"] for body in bodies]
+        if pods:
+            report(f"wait until {len(pods)} pods are gone")
+            cluster.wait_until_gone(POD, pods, deadline.left, labels=labels)
+
+
+def find_runs(cluster: Cluster) -> list[str]:
+    """Return the names of the runs that have an object in the namespace."""
+    names = set()
+    for kind in ORDER:
+        for body in list_kind(cluster, kind, RUN_LABEL):
+            names.add(body["metadata"]["labels"][RUN_LABEL])
+    return sorted(names)
+
+
+def resolve_run(cluster: Cluster, name: str | None) -> str:
+    """Return `name`, or the only run of the namespace."""
+    if name is not None:
+        return name
+    runs = find_runs(cluster)
+    if len(runs) == 1:
+        return runs[0]
+    listing = f"It has {', '.join(runs)}." if runs else "Start one with `rollway k8s run`."
+    count = "several runs" if runs else "no run"
+    raise ClusterError(f"Namespace {cluster.namespace} has {count}.", listing)

@@ -1,0 +1,154 @@
+"""Repeats of requests, against a stub of an API server that answers as a test says.
+
+A real API server does not answer 429 or 503 on demand; tests/kubernetes has the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollway.errors import ClusterError, InvalidObject, KindMissing
+from rollway.kubernetes import connection
+from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.kinds import DGD, POD
+
+POD_BODY = {"metadata": {"name": "pod", "resourceVersion": "1"}}
+
+
+class StubServer:
+    """Answers with the scripted (status, body), the last of them for ever."""
+
+    def __init__(self) -> None:
+        self.script: list[tuple[int, Any]] = [(200, POD_BODY)]
+        self.headers: dict[str, str] = {}
+        self.paths: list[str] = []
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                stub.paths.append(f"{self.command} {self.path}")
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                status, answer = stub.script.pop(0) if len(stub.script) > 1 else stub.script[0]
+                if status == 0:
+                    self.connection.close()
+                    return
+                body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                for name, value in stub.headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = answer
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def stub() -> Iterator[StubServer]:
+    server = StubServer()
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+
+
+@pytest.fixture
+def cluster(stub: StubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    host, port = stub.server.server_address[:2]
+    server = f"http://{host!s}:{port}"
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "stub",
+        "clusters": [{"name": "stub", "cluster": {"server": server}}],
+        "users": [{"name": "user", "user": {"token": "t"}}],
+        "contexts": [{"name": "stub", "context": {"cluster": "stub", "user": "user"}}],
+    }
+    path = tmp_path / "config"
+    path.write_text(json.dumps(config))
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 2.5)
+    return Cluster.connect(kubeconfig=path, namespace="rl")
+
+
+def make_status(code: int, message: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "Status", "status": "Failure", "code": code, "message": message, **more}
+
+
+@pytest.mark.parametrize("status", [0, 429, 500, 503])
+def test_a_server_that_is_busy_is_asked_again(
+    cluster: Cluster, stub: StubServer, status: int
+) -> None:
+    stub.script = [(status, make_status(status, "try again")), (200, POD_BODY)]
+    stub.headers = {"Retry-After": "1"}
+    assert cluster.get(POD, "pod") == POD_BODY
+    assert cluster.requests["get", "pods"] == len(stub.paths) == 2
+
+
+def test_a_server_that_stays_busy_is_reported(cluster: Cluster, stub: StubServer) -> None:
+    stub.script = [(503, make_status(503, "etcd is down"))]
+    with pytest.raises(ClusterError, match="503 to get Pod pod in namespace rl: etcd is down"):
+        cluster.get(POD, "pod")
+    assert len(stub.paths) == 2
+
+
+def test_an_object_that_does_not_fit_is_not_tried_twice(cluster: Cluster, stub: StubServer) -> None:
+    words = (
+        "failed to create typed patch object (rl/g; nvidia.com/v1beta1, Kind=D):"
+        " .spec.replicsa: field not declared in schema"
+    )
+    stub.script = [(500, make_status(500, words))]
+    with pytest.raises(InvalidObject) as raised:
+        cluster.apply(DGD, {"metadata": {"name": "g"}, "spec": {}}, live=None)
+    assert raised.value.causes == [("spec.replicsa", "field not declared in schema")]
+    assert len(stub.paths) == 1
+
+
+def test_a_webhook_is_named_with_its_words(cluster: Cluster, stub: StubServer) -> None:
+    words = 'admission webhook "vdgd.nvidia.com" denied the request: image has no semver tag'
+    stub.script = [(403, make_status(403, words, reason="Forbidden"))]
+    with pytest.raises(InvalidObject, match=r"webhook vdgd.nvidia.com refuses .*no semver tag"):
+        cluster.apply(DGD, {"metadata": {"name": "g"}, "spec": {}}, live=None)
+
+
+def test_a_kind_is_missing_unless_it_was_served(cluster: Cluster, stub: StubServer) -> None:
+    missing = (404, b"404 page not found\n")
+    stub.script = [missing]
+    with pytest.raises(KindMissing):
+        cluster.get(DGD, "g")
+    assert len(stub.paths) == 1
+    # An API server that starts has not loaded its CRDs yet.
+    stub.script = [(200, POD_BODY), missing, (200, POD_BODY)]
+    assert cluster.get(DGD, "g") == POD_BODY
+    assert cluster.get(DGD, "g") == POD_BODY
+
+
+def test_a_watch_that_can_never_list_ends_with_the_reason(
+    cluster: Cluster, stub: StubServer
+) -> None:
+    stub.script = [(0, b"")]
+    cluster.connection.has_answered = True
+    with pytest.raises(ClusterError, match="does not answer"):
+        next(cluster.watch(POD, stop=threading.Event()))
+    assert len(stub.paths) == 2
+
+
+def test_a_stop_ends_the_repeats_of_a_watch(cluster: Cluster, stub: StubServer) -> None:
+    stub.script = [(503, make_status(503, "busy"))]
+    stop = threading.Event()
+    timer = threading.Timer(0.3, stop.set)
+    timer.start()
+    with pytest.raises(ClusterError, match="busy"):
+        next(cluster.watch(POD, stop=stop))
+    assert len(stub.paths) == 1
