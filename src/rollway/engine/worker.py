@@ -42,6 +42,7 @@ from rollway.weights.checkpoint import (
     TensorHeader,
     check_checkpoint,
     differences,
+    explain_joined,
     read_headers,
     refuse_differences,
 )
@@ -314,15 +315,19 @@ def _refuse_unverifiable(
             "directory, which a canary then verifies"
         )
     proof = Proof(_get_model(worker))
-    unsupported = [f"tensors like {name}" for name in proof.list_unverifiable(new)[:1]]
+    unverifiable = proof.list_unverifiable(new)
+    unsupported = [f"tensors like {name}" for name in unverifiable[:1]]
     if quantised is not None:
         unsupported.append("quantised models")
     if proof.packed and _find_ranks()[0] > 1 and explain_no_swap(worker):
         unsupported.append("packed layers on several ranks")
     if unsupported and not from_files:
+        fix = explain_joined(unverifiable) or (
+            "Publish the tensors of the served checkpoint, or refit from a directory, which a "
+            "canary then verifies"
+        )
         raise RuntimeError(
-            f"{unsupported[0]} cannot be compared with the model's parameters; publish the tensors "
-            "of the served checkpoint, or refit from a directory, which a canary then verifies"
+            f"{unsupported[0]} cannot be compared with the model's parameters. {fix}"
         )
     if unsupported:
         # Callers know this message from workers without this class, and use a canary instead.
