@@ -86,7 +86,11 @@ def test_a_good_recipe_has_no_problem() -> None:
         ),
         (change(cluster__weight_sync={"method": "pigeon"}), "cluster.weight_sync.method", "pigeon"),
         (change(cluster__weight_sync={"method": "shm"}), "cluster.weight_sync.method", "10.0.0.5"),
-        (change(cluster__weight_sync={"method": "nccl"}), "cluster.weight_sync.method", "nixl"),
+        (
+            change(cluster__weight_sync={"method": "nccl", "shards": True}),
+            "cluster.weight_sync",
+            "whole tensors",
+        ),
         (
             change(cluster__weight_sync={"method": "files"}),
             "cluster.weight_sync.directory",

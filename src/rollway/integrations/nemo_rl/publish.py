@@ -191,6 +191,10 @@ class Engine:
         self._scales: Scales = {}
         self._drafts = 0
         self._offer: dict[str, Any] | None = None
+        self._sender: Any = None
+        """For workers without Rollway's extension, a `VllmGroupSender`."""
+        self._is_listing = False
+        self._tensors: list[Any] = []
 
     def prepare(self) -> dict[str, Any]:
         return {}
@@ -202,7 +206,13 @@ class Engine:
         self, *, worker_rank: int, train_world_size: int, **_: Any
     ) -> None:
         """Note this worker's rank: only the first publishes."""
-        if worker_rank == 0:
+        if worker_rank != 0:
+            return
+        if self._options.method == "nccl":
+            from rollway.weights.transports.vllm_group import VllmGroupSender
+
+            self._sender = VllmGroupSender(self._options.bucket_bytes)
+        else:
             self._publisher = RankPublisher(self._options, worker_rank, train_world_size)
 
     def init_rollout_process_group(self, **_: Any) -> None:
@@ -210,6 +220,14 @@ class Engine:
 
     async def send_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Publish the tensors; on other ranks walk through them, because each step gathers one."""
+        if self._is_listing:
+            from rollway.weights.transports.vllm_group import TensorInfo
+
+            self._tensors = [TensorInfo.of(name, tensor) for name, tensor in weights]
+            return
+        if self._sender is not None:
+            self._sender.send(weights, self._tensors)
+            return
         source = self._complete(weights)
         if self._publisher is None:
             for _ in source:
@@ -236,10 +254,31 @@ class Engine:
         if self._publisher is not None:
             self._publisher.close()
 
-    def begin(self, version: int, receivers: int, kv_scales: Scales | None = None) -> None:
-        """Note the version that `send_weights` publishes next."""
+    def begin(
+        self,
+        version: int,
+        receivers: int,
+        kv_scales: Scales | None = None,
+        *,
+        is_listing: bool = False,
+    ) -> None:
+        """Note the version that `send_weights` publishes next, or that it shall only list the
+        tensors."""
         self._next, self._offer = (version, receivers), None
         self._scales, self._drafts = kv_scales or {}, 0
+        self._is_listing = is_listing
+
+    def list_tensors(self) -> list[tuple[str, str, list[int]]]:
+        """Return names, dtypes and shapes of the policy's tensors, in the order of the export."""
+        return [tuple(info) for info in self._tensors]
+
+    def make_id(self) -> dict[str, Any] | None:
+        """Return what receivers need to join a group with the first rank; None on the others."""
+        return None if self._sender is None else self._sender.make_id()
+
+    def join_group(self, nccl_unique_id_b64: str, world: int) -> None:
+        if self._sender is not None:
+            self._sender.join(nccl_unique_id_b64, world)
 
     def count_drafts(self) -> int:
         """Return how many tensors of a draft model this rank saw: on a later pipeline stage they

@@ -25,6 +25,7 @@ from rollway.fleet.report import RefitReport
 from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.publish import ENGINE, PublishOptions, Scales
+from rollway.integrations.nemo_rl.stock import StockUpdate, StockWire
 from rollway.weights.offer import Offer, parse_offer
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Synchronizer:
         self._last = 0
         self._is_stale = True
         self._is_open = False
+        self._wire = StockWire(self._call)
         self.report: RefitReport | None = None
         """The last refit."""
 
@@ -126,15 +128,19 @@ class Synchronizer:
         began = time.monotonic()
         self._deadline = None if self._seconds is None else began + self._seconds
         with timer.time(TIMER) if timer is not None else contextlib.nullcontext():
-            offer, report = self._refit(began, scales)
+            if self._sync.method == "nccl":
+                nbytes, report = self._refit_stock(began)
+            else:
+                nbytes, report = self._refit(began, scales)
         self._is_stale = False
         self.report = report
-        figures = describe_refit(report, offer.nbytes, time.monotonic() - began)
+        figures = describe_refit(report, nbytes, time.monotonic() - began)
         self._generation.note_refit(figures)
         return figures
 
     def shutdown(self) -> None:
         """Close the publishers of the policy's ranks."""
+        self._wire.close()
         if self._is_open:
             self._is_open = False
             self._deadline = None
@@ -146,6 +152,12 @@ class Synchronizer:
     # --- one refit -----------------------------------------------------------------------------
 
     def _check_scales(self, scales: Scales) -> None:
+        if scales and self._sync.method == "nccl":
+            raise UsageError(
+                f"The trainer sends {len(scales)} scales of an FP8 KV cache, and workers without "
+                "Rollway's extension set none.",
+                "Give the workers the extension, and use another cluster.weight_sync.method.",
+            )
         if scales and not self._generation.requires_kv_scale_sync:
             raise UsageError(
                 f"The trainer sends {len(scales)} scales of an FP8 KV cache, and the engines have "
@@ -159,7 +171,18 @@ class Synchronizer:
                     "Look at the trainer's calibration of the KV cache.",
                 )
 
-    def _refit(self, began: float, scales: Scales) -> tuple[Offer, RefitReport]:
+    def _refit_stock(self, began: float) -> tuple[int, RefitReport]:
+        """Refit workers without Rollway's extension."""
+        connection = self._generation.connection
+        version, _ = connection.run(self._choose_version())
+        try:
+            update = connection.run(self._wire.prepare(connection.fleet))
+            return self._wire.nbytes, connection.run(self._run_refit(version, update, began))
+        except BaseException:
+            self._wire.forget()
+            raise
+
+    def _refit(self, began: float, scales: Scales) -> tuple[int, RefitReport]:
         connection = self._generation.connection
         for _ in range(_TRIES):
             version, receivers = connection.run(self._choose_version())
@@ -175,7 +198,7 @@ class Synchronizer:
                 self._cancel()
                 raise
             self._call("complete", version=version)
-            return offer, report
+            return offer.nbytes, report
         raise RollwayError(
             "The number of engine ranks changed twice during one update of the weights.",
             "Look at the workers' logs for engines that restart again and again.",
@@ -214,7 +237,9 @@ class Synchronizer:
         raw = [each for each in self._call("take_offer") if each is not None]
         return parse_offer(raw[0])
 
-    async def _run_refit(self, version: int, offer: Offer, began: float) -> RefitReport:
+    async def _run_refit(
+        self, version: int, weights: Offer | StockUpdate, began: float
+    ) -> RefitReport:
         connection, dynamo = self._generation.connection, self._generation.dynamo_cfg
         left = None if self._seconds is None else self._seconds - (time.monotonic() - began)
         known: list[Worker] = []
@@ -222,7 +247,7 @@ class Synchronizer:
             known = await connection.fleet.workers(fresh=False)
         refit = asyncio.create_task(
             connection.stack.refit(
-                version, offer, model=connection.model, mode=dynamo.refit_mode, allow_cast=True
+                version, weights, model=connection.model, mode=dynamo.refit_mode, allow_cast=True
             )
         )
         silent = ""

@@ -1,0 +1,161 @@
+"""Send weights by vLLM's own weight transfer (`--weight-transfer-config`, backend nccl), to workers
+that have no extension of Rollway's.
+
+    driver                                sender, rank 0             ranks of the engines, 1 and up
+    make_id() ──────────────────────────► an id of NCCL's
+    init_weight_transfer_engine(id, …) ─────────────────────────────► join, then one all-reduce
+    join(id, world) ────────────────────► join, then one all-reduce
+    start_weight_update() ──────────────────────────────────────────► (paused) prepare to load
+    update_weights(names, dtypes, shapes) ──────────────────────────► receive, and load each chunk
+    send(tensors) ──────────────────────► chunks: whole tensors as bytes, by broadcast
+    finish_weight_update() ─────────────────────────────────────────► finish loading
+
+The messages are those of vLLM 0.31. A chunk ends with the tensor by which it exceeds the agreed
+size. Nothing on this wire is verified: no sum of what arrived comes back. Nothing is pickled: the
+id is sent as bytes, and not by a store.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rollway.errors import UsageError
+
+ID_BYTES = 128
+"""The length of an id of NCCL's."""
+CHUNK_BYTES = 1 << 30
+BUFFERS = 2
+"""vLLM's own sizes."""
+
+
+class TensorInfo(NamedTuple):
+    """What the receivers are told of a tensor before it comes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorInfo:
+        return cls(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+
+
+class Communicator(Protocol):
+    """Rank 0 of a group that has formed."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send a tensor to all other ranks; it may still be read when this returns."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until nothing is read any more."""
+        ...
+
+
+class Nccl:
+    """A communicator by NCCL, with torch's own calls: trainers have no vLLM."""
+
+    def __init__(self, unique_id: bytes, world: int) -> None:
+        nccl: Any = torch.cuda.nccl
+        self._nccl, self._comm = nccl, nccl.init_rank(world, unique_id, 0)
+        # vLLM's receivers do the same, to see that the group works.
+        first = torch.zeros(1, device="cuda")
+        nccl.all_reduce([first], comms=[self._comm])
+        self.synchronize()
+
+    @staticmethod
+    def make_id() -> bytes:
+        return bytes(torch.cuda.nccl.unique_id())
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._nccl.broadcast([tensor.to("cuda")], root=0, comms=[self._comm])
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+class Backend(NamedTuple):
+    """How groups form."""
+
+    make_id: Callable[[], bytes]
+    join: Callable[[bytes, int], Communicator]
+
+
+NCCL = Backend(Nccl.make_id, Nccl)
+
+
+class VllmGroupSender:
+    """Sends every version of the weights from rank 0 of the group."""
+
+    def __init__(self, chunk_bytes: int | None = None, backend: Backend | None = None) -> None:
+        self._chunk_bytes = chunk_bytes or CHUNK_BYTES
+        self._backend = backend or NCCL
+        self._communicator: Communicator | None = None
+
+    def make_id(self) -> dict[str, Any]:
+        """Return what every receiver must be told to join, besides its rank: the fields of vLLM's
+        NCCLWeightTransferInitInfo."""
+        unique_id = self._backend.make_id()
+        assert len(unique_id) == ID_BYTES
+        return {
+            "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
+            "packed": True,
+            "packed_buffer_size_bytes": self._chunk_bytes,
+            "packed_num_buffers": BUFFERS,
+        }
+
+    def join(self, nccl_unique_id_b64: str, world: int) -> None:
+        """Join the group; this returns when all ranks have."""
+        self._communicator = None  # it ends with its last reference
+        unique_id = base64.b64decode(nccl_unique_id_b64, validate=True)
+        self._communicator = self._backend.join(unique_id, world)
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]], promised: Sequence[TensorInfo]) -> int:
+        """Send the tensors that the receivers were promised; return how many bytes they have."""
+        if self._communicator is None:
+            raise UsageError("No group has formed.", "Form one before weights are sent.")
+        total = 0
+        for chunk in split_chunks(check_promise(tensors, promised), self._chunk_bytes):
+            self._communicator.broadcast(chunk)
+            total += chunk.numel()
+        self._communicator.synchronize()
+        return total
+
+
+def check_promise(
+    tensors: Iterable[tuple[str, Tensor]], promised: Sequence[TensorInfo]
+) -> Iterator[Tensor]:
+    """Yield the tensors; raise at the first that is not the one that was promised: the receivers
+    would cut the bytes in other places."""
+    count = 0
+    for name, tensor in tensors:
+        info = TensorInfo.of(name, tensor)
+        if count == len(promised) or info != promised[count]:
+            expected = promised[count] if count < len(promised) else "nothing"
+            raise UsageError(
+                f"The policy sends {info}, and the engines expect {expected}.",
+                "Start the run again: the tensors of a policy must not change.",
+            )
+        count += 1
+        yield tensor
+    if count < len(promised):
+        raise UsageError(f"The policy does not send {promised[count].name}.")
+
+
+def split_chunks(tensors: Iterable[Tensor], chunk_bytes: int) -> Iterator[Tensor]:
+    """Join tensors to chunks of bytes; each ends with the tensor by which it exceeds the size."""
+    parts: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        parts.append(tensor.detach().contiguous().view(-1).view(torch.uint8))
+        size += parts[-1].numel()
+        if size > chunk_bytes:
+            yield torch.cat(parts)
+            parts, size = [], 0
+    if parts:
+        yield torch.cat(parts)
