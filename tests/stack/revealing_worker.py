@@ -7,16 +7,27 @@ torch's linear, as it does on CPUs without oneDNN: the parameters are then those
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import _custom_ops
 
 from rollway.engine.worker import WorkerExtension
 
 VARIABLE = "ROLLWAY_TEST_REVEALED"
 ARGS = {"worker-extension-cls": "tests.stack.revealing_worker.RevealingWorker"}
-_custom_ops._supports_onednn = False
+
+
+def make_environment(revealed: Path) -> dict[str, str]:
+    """Return a worker's environment; it writes to the file `revealed`."""
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {VARIABLE: str(revealed), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+if VARIABLE in os.environ:  # in a worker
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False
 
 
 class RevealingWorker(WorkerExtension):

@@ -37,7 +37,7 @@ METHODS = ("shm", "files", "delta", "collective", "nixl")
 @contextmanager
 def opened(base: Path, revealed: Path, **args: Any) -> Iterator[Generation]:
     model = {"path": str(base), "name": "tiny", "args": {**VLLM_ARGS, **args}}
-    model |= {"env": {revealing_worker.VARIABLE: str(revealed)}}
+    model |= {"env": revealing_worker.make_environment(revealed)}
     model["args"] |= revealing_worker.ARGS
     config = make_config("tiny", stack={"name": "extras", "models": [model]})
     config["vllm_cfg"] = {"kv_cache_dtype": args.get("kv-cache-dtype", "auto")}
