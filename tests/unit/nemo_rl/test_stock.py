@@ -25,7 +25,7 @@ class FakeAdmin:
         self.fails_at: tuple[int, str] | None = None
 
     async def _note(self, worker: Any, method: str) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # as a request does, it lets others run
         if (worker.instance_id, method) == self.fails_at:
             raise AdminError(f"{method} failed.")
         self.calls.append((worker.instance_id, method))

@@ -18,6 +18,7 @@ what was sent; a canary asks whether all of them answer alike.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,8 +54,6 @@ class StockWire:
 
     @property
     def nbytes(self) -> int:
-        import math
-
         import torch
 
         return sum(
