@@ -50,6 +50,9 @@ class Gloo:
     def synchronize(self) -> None:
         pass
 
+    def abort(self) -> None:
+        self._group = None
+
 
 BACKEND = Backend(Gloo.make_id, Gloo)
 

@@ -80,6 +80,9 @@ class FakeGroup:
     def synchronize(self) -> None:
         pass
 
+    def abort(self) -> None:
+        self.formed = b"", 0
+
 
 def test_the_first_rank_sends_to_workers_without_the_extension(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,3 +115,4 @@ def test_the_first_rank_sends_to_workers_without_the_extension(
         engine.complete(0)
         engine.cancel()
         engine.finalize()
+    assert group.formed == (b"", 0)  # it has left

@@ -253,6 +253,8 @@ class Engine:
     def finalize(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+        if self._sender is not None:
+            self._sender.leave()
 
     def begin(
         self,

@@ -18,19 +18,21 @@ id is sent as bytes, and not by a store.
 from __future__ import annotations
 
 import base64
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rollway.errors import UsageError
+from rollway.errors import UsageError, WeightsError
 
 ID_BYTES = 128
 """The length of an id of NCCL's."""
 CHUNK_BYTES = 1 << 30
 BUFFERS = 2
 """vLLM's own sizes."""
+_LIBRARY = "libnccl.so.2"
 
 
 class TensorInfo(NamedTuple):
@@ -56,27 +58,66 @@ class Communicator(Protocol):
         """Wait until nothing is read any more."""
         ...
 
+    def abort(self) -> None:
+        """Leave the group; a broadcast that waits for another rank ends."""
+        ...
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * ID_BYTES)]
+
 
 class Nccl:
-    """A communicator by NCCL, with torch's own calls: trainers have no vLLM."""
+    """A communicator by NCCL's own library, which torch has loaded: trainers have no vLLM, and
+    torch's `torch.cuda.nccl.init_rank` raises on Python 3.10 and later."""
+
+    _FLOAT32, _UINT8, _SUM = 7, 1, 0
 
     def __init__(self, unique_id: bytes, world: int) -> None:
-        nccl: Any = torch.cuda.nccl
-        self._nccl, self._comm = nccl, nccl.init_rank(world, unique_id, 0)
+        self._library = ctypes.CDLL(_LIBRARY)
+        self._library.ncclGetErrorString.restype = ctypes.c_char_p
+        self._comm = ctypes.c_void_p()
+        given = _UniqueId.from_buffer_copy(unique_id)
+        self._call("ncclCommInitRank", ctypes.byref(self._comm), world, given, 0)
         # vLLM's receivers do the same, to see that the group works.
         first = torch.zeros(1, device="cuda")
-        nccl.all_reduce([first], comms=[self._comm])
+        address = ctypes.c_void_p(first.data_ptr())
+        rest = (ctypes.c_size_t(1), self._FLOAT32, self._SUM, self._comm, self._stream())
+        self._call("ncclAllReduce", address, address, *rest)
         self.synchronize()
 
     @staticmethod
     def make_id() -> bytes:
-        return bytes(torch.cuda.nccl.unique_id())
+        unique_id = _UniqueId()
+        status = ctypes.CDLL(_LIBRARY).ncclGetUniqueId(ctypes.byref(unique_id))
+        if status:
+            raise WeightsError(f"NCCL has no id for a group (status {status}).")
+        return bytes(unique_id)
 
     def broadcast(self, tensor: Tensor) -> None:
-        self._nccl.broadcast([tensor.to("cuda")], root=0, comms=[self._comm])
+        # Kept by the stream's order: torch gives its memory to nobody before this was sent.
+        sent = tensor.to("cuda")
+        address = ctypes.c_void_p(sent.data_ptr())
+        count = ctypes.c_size_t(sent.nbytes)
+        rest = (count, self._UINT8, 0, self._comm, self._stream())
+        self._call("ncclBroadcast", address, address, *rest)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def abort(self) -> None:
+        comm, self._comm = self._comm, ctypes.c_void_p()
+        if comm:
+            self._library.ncclCommAbort(comm)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            reason = self._library.ncclGetErrorString(status).decode()
+            raise WeightsError(f"{name} failed: {reason}.", "NCCL_DEBUG=INFO says more.")
+
+    def _stream(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
 
 class Backend(NamedTuple):
@@ -111,19 +152,26 @@ class VllmGroupSender:
 
     def join(self, nccl_unique_id_b64: str, world: int) -> None:
         """Join the group; this returns when all ranks have."""
-        self._communicator = None  # it ends with its last reference
+        self.leave()
         unique_id = base64.b64decode(nccl_unique_id_b64, validate=True)
         self._communicator = self._backend.join(unique_id, world)
 
+    def leave(self) -> None:
+        """Leave the group, also while it sends."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()
+
     def send(self, tensors: Iterable[tuple[str, Tensor]], promised: Sequence[TensorInfo]) -> int:
         """Send the tensors that the receivers were promised; return how many bytes they have."""
-        if self._communicator is None:
+        communicator = self._communicator
+        if communicator is None:
             raise UsageError("No group has formed.", "Form one before weights are sent.")
         total = 0
         for chunk in split_chunks(check_promise(tensors, promised), self._chunk_bytes):
-            self._communicator.broadcast(chunk)
+            communicator.broadcast(chunk)
             total += chunk.numel()
-        self._communicator.synchronize()
+        communicator.synchronize()
         return total
 
 
