@@ -50,10 +50,11 @@ def generation(base_model: Path, tmp_path: Path) -> Iterator[Generation]:
 def check_answers(generation: Generation, policy: Policy, version: int) -> None:
     """All workers answer with the weights of the version."""
     connection = generation.connection
-    rollouts = connection.run(connection.rollouts.generate([PROMPT] * 8, GREEDY))
-    for rollout in rollouts:
+    prompts = [[number, *PROMPT] for number in range(8)]  # each is routed by itself
+    answers = connection.run(connection.rollouts.generate_batch(prompts, GREEDY))
+    for prompt, (rollout,) in zip(prompts, answers, strict=True):
         assert rollout.weight_version == version and rollout.logprobs is not None
-        assert policy.distance(PROMPT, rollout.token_ids, rollout.logprobs) < TOLERANCE
+        assert policy.distance(prompt, rollout.token_ids, rollout.logprobs) < TOLERANCE
 
 
 def list_processes(generation: Generation) -> dict[int, str]:
@@ -70,7 +71,8 @@ def test_workers_of_dynamos_own_serve_the_policys_weights(
     monkeypatch.setattr(vllm_group, "NCCL", BACKEND)
     processes = list_processes(generation)
     assert len(processes) == WORKERS
-    assert all("-m dynamo.vllm" in line and "rollway" not in line for line in processes.values())
+    for line in processes.values():
+        assert "-m dynamo.vllm" in line and "guard" not in line and "extension" not in line
     # In small chunks, so that there are many.
     sync = WeightSync(method="nccl", bucket_bytes=20_000)
     policy: Any = InProcessPolicy(policies[1].model)
