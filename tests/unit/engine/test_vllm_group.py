@@ -82,7 +82,7 @@ def test_vllms_receivers_load_what_is_sent(tmp_path: Path, chunk_bytes: int) -> 
         for version in (1, 2):
             published = {name: tensor + version for name, tensor in tensors.items()}
             promised = describe(published)
-            names, dtypes, shapes = (list(column) for column in zip(*promised, strict=True))
+            names, dtypes, shapes, _ = (list(column) for column in zip(*promised, strict=True))
             info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
             updates = [threads.submit(receive, engine, info) for engine, _ in receivers]
             sent = sender.send(published.items(), promised)

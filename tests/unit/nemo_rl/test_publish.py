@@ -99,7 +99,7 @@ def test_the_first_rank_sends_to_workers_without_the_extension(
     for engine in (first, second):
         engine.begin(0, 0, is_listing=True)
         send(engine)
-    assert first.list_tensors()[1] == ("draft.fc.weight", "float32", [2, 4])
+    assert first.list_tensors()[1] == ("draft.fc.weight", "float32", [2, 4], 32)
     told = first.make_id()
     assert told is not None and second.make_id() is None
     for engine in (first, second):

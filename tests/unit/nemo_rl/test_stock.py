@@ -53,7 +53,7 @@ class FakeCalls:
     def __call__(self, method: str, **kwargs: Any) -> list[Any]:
         self.calls.append(method)
         if method == "list_tensors":
-            return [[(name, "bfloat16", [2, 3]) for name in self.names], []]
+            return [[(name, "bfloat16", [2, 3], 12) for name in self.names], []]
         if method == "make_id":
             return [{"nccl_unique_id_b64": "aWQ=", "packed": True}, None]
         return [None, None]

@@ -270,8 +270,9 @@ class Engine:
         self._scales, self._drafts = kv_scales or {}, 0
         self._is_listing = is_listing
 
-    def list_tensors(self) -> list[tuple[str, str, list[int]]]:
-        """Return names, dtypes and shapes of the policy's tensors, in the order of the export."""
+    def list_tensors(self) -> list[tuple[str, str, list[int], int]]:
+        """Return names, dtypes, shapes and bytes of the policy's tensors, in the order of the
+        export."""
         return [tuple(info) for info in self._tensors]
 
     def make_id(self) -> dict[str, Any] | None:

@@ -18,7 +18,6 @@ what was sent; a canary asks whether all of them answer alike.
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,17 +47,13 @@ class StockWire:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollway-nccl")
-        self._tensors: list[tuple[str, str, list[int]]] = []
+        self._tensors: list[tuple[str, str, list[int], int]] = []
         self._members: dict[int, int] = {}
         """The instance ids of the workers in the group, and the first rank of each."""
 
     @property
     def nbytes(self) -> int:
-        import torch
-
-        return sum(
-            math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in self._tensors
-        )
+        return sum(nbytes for *_, nbytes in self._tensors)
 
     async def prepare(self, fleet: Fleet) -> StockUpdate:
         """Form a group with the workers that are there, if it has not formed, and return the update
@@ -73,7 +68,7 @@ class StockWire:
         workers = await fleet.workers()
         if {worker.instance_id for worker in workers} != self._members.keys():
             await self._form(fleet, workers)
-        names, dtypes, shapes = zip(*self._tensors, strict=True)
+        names, dtypes, shapes, _ = zip(*self._tensors, strict=True)
         info = {"names": list(names), "dtype_names": list(dtypes), "shapes": list(shapes)}
         return StockUpdate(info, frozenset(self._members), self._start_sending)
 
@@ -84,7 +79,7 @@ class StockWire:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _list_tensors(self) -> list[tuple[str, str, list[int]]]:
+    def _list_tensors(self) -> list[tuple[str, str, list[int], int]]:
         self._call("begin", version=0, receivers=0, is_listing=True)
         self._call("send_weights_via_checkpoint_engine", kv_scales=None)
         tensors = [tuple(info) for info in self._call("list_tensors")[0]]

@@ -41,10 +41,13 @@ class TensorInfo(NamedTuple):
     name: str
     dtype: str
     shape: list[int]
+    nbytes: int
+    """Not told: it follows."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> TensorInfo:
-        return cls(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, dtype, list(tensor.shape), tensor.nbytes)
 
 
 class Communicator(Protocol):
