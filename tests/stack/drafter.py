@@ -107,5 +107,7 @@ def write_eagle3(directory: Path, policy: Policy, tensors: Tensors) -> Path:
     save_file({**tensors, "t2d": inverse}, directory / "model.safetensors")
     file = directory / "config.json"
     own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(tensors["d2t"])}
+    # By default vLLM takes the states of layers that so small a policy does not have.
+    own["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
     return directory

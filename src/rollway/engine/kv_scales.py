@@ -62,13 +62,12 @@ class KvScales:
                 f"the version has no {kind}_scale for {layer} and {len(missing) - 1} more; publish "
                 "the scales of all layers, or of none"
             )
-        if any(_keeps_numbers(layer) for layer in self._layers.values()):
-            eager = bool(worker.model_config.enforce_eager)
-            if not eager:
-                raise RuntimeError(
-                    "this worker's attention backend has the scales in its captured graphs; start "
-                    "it with the attention backend FLASH_ATTN, or with enforce-eager"
-                )
+        keeps = any(_keeps_numbers(layer) for layer in self._layers.values())
+        if keeps and not worker.model_config.enforce_eager:
+            raise RuntimeError(
+                "this worker's attention backend has the scales in its captured graphs; start it "
+                "with the attention backend FLASH_ATTN, or with enforce-eager"
+            )
 
     def keep_scales(
         self, tensors: Iterator[tuple[str, torch.Tensor]]
@@ -96,7 +95,7 @@ class KvScales:
         match = _NAME.fullmatch(name)
         if match is not None:
             mapper = getattr(self._worker.model_runner.get_model(), "hf_to_vllm_mapper", None)
-            path = mapper.apply_list([match[1]])[0] if mapper is not None else match[1]
+            path = "".join(mapper.apply_list([match[1]])) if mapper is not None else match[1]
             # vLLM's own loaders add the name of the attention layer, too.
             for layer in (path, f"{path}.attn", f"{path}.mla_attn"):
                 if layer in self._layers:
