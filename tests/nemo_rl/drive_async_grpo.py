@@ -6,8 +6,8 @@
                                               and its mixin for checkpoint engines
 
 NeMo-RL's own policy workers need CUDA. Before it trains, the script runs NeMo-RL's multi-turn
-rollouts, and a pickled Generation in an actor. The question on stdin has `model` (a checkpoint)
-besides those of `recipe.make_recipe`; what was seen goes to the file of the first argument.
+rollouts, and a pickled Generation in an actor, if `rollouts` is true. The question on stdin has it
+and `model` (a checkpoint) besides those of `recipe.make_recipe`; what was seen goes to the file of the first argument.
 """
 
 from __future__ import annotations
@@ -322,12 +322,15 @@ def main() -> None:
     environments = {"count": Environment.remote()}
     try:
         grpo.refit_policy_generation(policy, generation, False)
-        seen["rollouts"] = run_rollouts(generation, policy, tokenizer, environments)
-        ids = dataset[0]["message_log"][0]["token_ids"][None]
-        batch = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([ids.shape[1]])})
-        seen["own"] = {"pid": os.getpid()}
-        seen["own"]["ids"] = generation.generate(batch, True)["output_ids"].tolist()
-        seen["copy"] = ray.get(Elsewhere.remote().try_copy.remote(generation, batch))
+        if question["rollouts"]:
+            seen["rollouts"] = run_rollouts(generation, policy, tokenizer, environments)
+            ids = dataset[0]["message_log"][0]["token_ids"][None]
+            batch = BatchedDataDict(
+                {"input_ids": ids, "input_lengths": torch.tensor([ids.shape[1]])}
+            )
+            seen["own"] = {"pid": os.getpid()}
+            seen["own"]["ids"] = generation.generate(batch, True)["output_ids"].tolist()
+            seen["copy"] = ray.get(Elsewhere.remote().try_copy.remote(generation, batch))
         grpo.async_grpo_train(
             policy, generation, dataloader, None, tokenizer, loss_fn, environments, None, logger,
             checkpointer, state, recipe,

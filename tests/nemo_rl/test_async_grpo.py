@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS, IN_FLIGHT_STEPS = 14, 5
+STEPS, IN_FLIGHT_STEPS = 14, 4
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "val_temperature": 1.0, "val_top_p": 1.0}
 
 
@@ -29,6 +29,7 @@ def train(base_model: Path, home: Path, steps: int, *, in_flight: bool, **light_
         "model": str(base_model),
         "steps": steps,
         "in_flight": in_flight,
+        "rollouts": not in_flight,  # what comes before the training; once is enough
         "generation": {"max_new_tokens": 12, **SAMPLING},
         "vllm_cfg": {"max_model_len": 512},
         "policy": {"train_global_batch_size": 80, "make_sequence_length_divisible_by": 1},
@@ -46,8 +47,9 @@ def seen(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def seen_in_flight(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    # Rollouts of 12 tokens take longer than an optimizer step, so they run when it ends.
-    slow = {"LIGHT_STEP_SECONDS": "1.0"}
+    # Rollouts of 12 tokens take longer than an optimizer step, so they run when it ends. Workers
+    # that take orders stamp every token; a rollout on others begins again on the new weights.
+    slow = {"LIGHT_STEP_SECONDS": "0.7", "LIGHT_ORDERS": "1"}
     home = tmp_path_factory.mktemp("home")
     return train(base_model, home, IN_FLIGHT_STEPS, in_flight=True, **slow)
 
