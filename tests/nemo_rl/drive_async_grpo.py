@@ -7,7 +7,8 @@
 
 NeMo-RL's own policy workers need CUDA. Before it trains, the script runs NeMo-RL's multi-turn
 rollouts, and a pickled Generation in an actor, if `rollouts` is true. The question on stdin has it
-and `model` (a checkpoint) besides those of `recipe.make_recipe`; what was seen goes to the file of the first argument.
+and `model` (a checkpoint) besides those of `recipe.make_recipe`; what was seen goes to the file of
+the first argument.
 """
 
 from __future__ import annotations
