@@ -4,7 +4,6 @@ the calls. tests/stack/test_nemo_rl_stock.py has real ones."""
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,91 +58,87 @@ class FakeCalls:
         return [None, None]
 
 
-def make_fleet(*workers: Any) -> Any:
-    async def list_workers() -> list[Any]:
-        return list(workers)
-
-    return SimpleNamespace(workers=list_workers, admin=FakeAdmin())
+def make_fleet() -> Any:
+    return SimpleNamespace(admin=FakeAdmin())
 
 
-def make_update(
-    members: set[int], sent: list[str], **options: Any
-) -> tuple[StockUpdate, list[Any]]:
-    def send() -> Future[list[Any]]:
-        sent.append("send")
-        done: Future[list[Any]] = Future()
-        done.set_result([])
-        return done
-
-    info = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
-    workers = [make_worker(number) for number in sorted(members)]
-    return StockUpdate(info, frozenset(members), send, **options), workers
+async def receive(update: StockUpdate, admin: Any, *workers: Any) -> list[Any]:
+    """Take the workers through a refit."""
+    for worker in workers:
+        assert not (await update.preflight(admin, worker)).verifies_itself
+    applied = (update.apply(admin, worker, -5) for worker in workers)
+    return await asyncio.gather(*applied, return_exceptions=True)
 
 
 async def test_ranks_of_all_workers_follow_the_sender() -> None:
-    calls, fleet = FakeCalls(), make_fleet(make_worker(7, ranks=2), make_worker(9))
+    calls, fleet = FakeCalls(), make_fleet()
     wire = StockWire(calls)
     update = await wire.prepare(fleet)
-    assert update.members == {7, 9} and wire.nbytes == 12
+    assert wire.nbytes == 12
+    assert update.info == {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+    first, second, third = make_worker(7, ranks=2), make_worker(9), make_worker(11)
+    assert await receive(update, fleet.admin, first, second) == [None, None]
     assert fleet.admin.groups[7] == {
         "nccl_unique_id_b64": "aWQ=", "packed": True, "rank_offset": 1, "world_size": 4,
     }  # fmt: skip
     assert fleet.admin.groups[9]["rank_offset"] == 3
-    assert update.info == {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
-    before = list(calls.calls)
-    await wire.prepare(fleet)  # the same workers: the group stays
-    assert calls.calls == before
-    later = make_fleet(make_worker(9), make_worker(11))
-    assert (await wire.prepare(later)).members == {9, 11}
-    assert calls.calls.count("join_group") == 2 and calls.calls.count("list_tensors") == 1
+    await receive(await wire.prepare(fleet), fleet.admin, first, second)  # the group stays
+    assert calls.calls.count("join_group") == 1 and calls.calls.count("list_tensors") == 1
+    await receive(await wire.prepare(fleet), fleet.admin, second, third)
+    assert calls.calls.count("join_group") == 2
     wire.forget()
-    await wire.prepare(later)
+    await receive(await wire.prepare(fleet), fleet.admin, second, third)
     assert calls.calls.count("join_group") == 3
-    wire.close()
+
+
+async def test_a_worker_that_is_ready_later_gets_a_broadcast_of_its_own() -> None:
+    calls, fleet = FakeCalls(), make_fleet()
+    update = await StockWire(calls).prepare(fleet)
+    assert await receive(update, fleet.admin, make_worker(7)) == [None]
+    assert await receive(update, fleet.admin, make_worker(9)) == [None]
+    assert fleet.admin.groups[9] == {
+        "nccl_unique_id_b64": "aWQ=", "packed": True, "rank_offset": 1, "world_size": 2,
+    }  # fmt: skip
+    assert calls.calls.count("send_weights_via_checkpoint_engine") == 3  # once to list
 
 
 async def test_a_draft_model_is_refused_before_a_worker_is_asked() -> None:
-    fleet = make_fleet(make_worker(7))
+    fleet = make_fleet()
     wire = StockWire(FakeCalls("w", "draft.fc.weight"))
     with pytest.raises(UsageError, match="exports a draft model"):
         await wire.prepare(fleet)
     assert fleet.admin.calls == []
-    silent = SimpleNamespace(instance_id=7, world_size=1, error="no answer")
-    with pytest.raises(UsageError, match="no group can form"):
-        await StockWire(FakeCalls()).prepare(make_fleet(silent))
 
 
 async def test_nobody_receives_before_all_have_started() -> None:
-    sent: list[str] = []
-    update, workers = make_update({1, 2, 3}, sent)
-    admin: Any = FakeAdmin()
+    fleet = make_fleet()
+    update = await StockWire(FakeCalls()).prepare(fleet)
     await update.prepare()
-    for worker in workers:
-        assert not (await update.preflight(admin, worker)).verifies_itself
-    assert (await update.preflight(admin, make_worker(4))).is_starting  # left alone
-    await asyncio.gather(*(update.apply(admin, worker, -5) for worker in workers))
-    methods = [method for _, method in admin.calls]
-    assert methods[:3] == ["start_weight_update"] * 3
-    assert methods.count("update_weights") == methods.count("finish_weight_update") == 3
-    assert sent == ["send"]
+    await receive(update, fleet.admin, *(make_worker(number) for number in (1, 2, 3)))
+    methods = [method for _, method in fleet.admin.calls]
+    steps = ("init_weight_transfer_engine", "start_weight_update", "update_weights")
+    assert methods[:6] == [steps[0]] * 3 + [steps[1]] * 3
+    assert methods.count(steps[2]) == methods.count("finish_weight_update") == 3
 
 
-async def test_a_worker_that_cannot_start_stops_all_before_the_broadcast() -> None:
-    sent: list[str] = []
-    update, workers = make_update({1, 2}, sent)
-    admin: Any = FakeAdmin()
-    admin.fails_at = (2, "start_weight_update")
-    results = await asyncio.gather(
-        *(update.apply(admin, worker, -5) for worker in workers), return_exceptions=True
-    )
+@pytest.mark.parametrize("method", ["init_weight_transfer_engine", "start_weight_update"])
+async def test_a_worker_that_cannot_begin_stops_all_before_the_broadcast(method: str) -> None:
+    calls, fleet = FakeCalls(), make_fleet()
+    fleet.admin.fails_at = (2, method)
+    update = await StockWire(calls).prepare(fleet)
+    calls.calls.clear()
+    results = await receive(update, fleet.admin, make_worker(1), make_worker(2))
     assert all(isinstance(result, AdminError) for result in results)
-    assert sent == [] and ("update_weights" not in [method for _, method in admin.calls])
+    assert "send_weights_via_checkpoint_engine" not in calls.calls
+    assert "update_weights" not in [each for _, each in fleet.admin.calls]
 
 
 async def test_a_worker_that_never_comes_is_named() -> None:
-    sent: list[str] = []
-    update, workers = make_update({1, 2}, sent, gather_seconds=0.05)
-    admin: Any = FakeAdmin()
+    fleet = make_fleet()
+    update = await StockWire(FakeCalls()).prepare(fleet)
+    update.gather_seconds = 0.05
+    for worker in (make_worker(1), make_worker(2)):
+        await update.preflight(fleet.admin, worker)
     with pytest.raises(AdminError, match="workers 2 are not paused"):
-        await update.apply(admin, workers[0], -5)
-    assert sent == [] and admin.calls == []
+        await update.apply(fleet.admin, make_worker(1), -5)
+    assert fleet.admin.calls == []

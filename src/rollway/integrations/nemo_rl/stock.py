@@ -1,11 +1,12 @@
 """Refits of workers without Rollway's extension: `cluster.weight_sync.method: nccl`.
 
     driver (`StockWire`)                    policy's rank 0          every worker (Dynamo's routes)
-    once, and whenever the fleet changed:
+    once:
       what do you export?      ──────────►  walk through the weights
-      form a group             ──────────►  join                     init_weights_update_group
     each refit, in the pause:
-      all paused?  all started?  ─────────────────────────────────►  start_weight_update
+      all paused? if the fleet changed, form a group:
+                               ──────────►  join                     init_weights_update_group
+      all in it? all started?  ───────────────────────────────────►  start_weight_update
       receive                  ───────────────────────────────────►  update_weights
       send                     ──────────►  broadcast
       finish                   ───────────────────────────────────►  finish_weight_update
@@ -19,13 +20,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from threading import Thread
 from typing import Any
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet.admin import AdminAPI, StageReply
+from rollway.fleet.admin import AdminAPI
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.updates import Preflight
@@ -46,38 +49,60 @@ class StockWire:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollway-nccl")
         self._tensors: list[tuple[str, str, list[int], int]] = []
-        self._members: dict[int, int] = {}
-        """The instance ids of the workers in the group, and the first rank of each."""
+        self._members: set[int] = set()
+        """The instance ids of the workers in the group."""
 
     @property
     def nbytes(self) -> int:
         return sum(nbytes for *_, nbytes in self._tensors)
 
     async def prepare(self, fleet: Fleet) -> StockUpdate:
-        """Form a group with the workers that are there, if it has not formed, and return the update
-        that receives the next version.
+        """Return the update that receives the next version.
 
         Raises:
             UsageError: the policy exports what such workers cannot load.
-            AdminError: a worker did not join.
         """
         if not self._tensors:
             self._tensors = await asyncio.to_thread(self._list_tensors)
-        workers = await fleet.workers()
-        if {worker.instance_id for worker in workers} != self._members.keys():
-            await self._form(fleet, workers)
         names, dtypes, shapes, _ = zip(*self._tensors, strict=True)
         info = {"names": list(names), "dtype_names": list(dtypes), "shapes": list(shapes)}
-        return StockUpdate(info, frozenset(self._members), self._start_sending)
+        return StockUpdate(info, self, fleet.admin)
+
+    async def form(self, admin: AdminAPI, workers: Sequence[Worker]) -> None:
+        """Form a group with these workers, if it has not formed."""
+        if {worker.instance_id for worker in workers} == self._members:
+            return
+        self._members = set()
+        seats, world = [], 1
+        for worker in workers:
+            seats.append(world)
+            world += worker.world_size
+        group = next(each for each in await self._run("make_id") if each is not None)
+        unique_id = group["nccl_unique_id_b64"]
+        joining = self._submit("join_group", nccl_unique_id_b64=unique_id, world=world)
+        joins = [
+            admin.init_group(
+                worker,
+                {"init_info": {**group, "rank_offset": first, "world_size": world}},
+                method=INIT_METHOD,
+            )
+            for worker, first in zip(workers, seats, strict=True)
+        ]
+        await asyncio.gather(*joins)
+        await asyncio.wrap_future(joining)
+        self._members = {worker.instance_id for worker in workers}
+
+    def start_sending(self) -> Future[list[Any]]:
+        def send() -> list[Any]:
+            self._call("begin", version=0, receivers=0)
+            return self._call("send_weights_via_checkpoint_engine", kv_scales=None)
+
+        return _start_thread(send)
 
     def forget(self) -> None:
         """Form a new group before the next version: this one may be stuck in a broadcast."""
-        self._members = {}
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._members = set()
 
     def _list_tensors(self) -> list[tuple[str, str, list[int], int]]:
         self._call("begin", version=0, receivers=0, is_listing=True)
@@ -93,59 +118,75 @@ class StockWire:
             )
         return tensors
 
-    async def _form(self, fleet: Fleet, workers: list[Worker]) -> None:
-        self._members = {}
-        if not workers or any(worker.error for worker in workers):
-            raise UsageError("Not every worker answers, so no group can form.")
-        seats, world = {}, 1
-        for worker in workers:
-            seats[worker.instance_id] = world
-            world += worker.world_size
-        group = next(each for each in await self._run("make_id") if each is not None)
-        unique_id = group["nccl_unique_id_b64"]
-        joining = self._submit("join_group", nccl_unique_id_b64=unique_id, world=world)
-        joins = [
-            fleet.admin.init_group(
-                worker,
-                {"init_info": {**group, "rank_offset": first, "world_size": world}},
-                method=INIT_METHOD,
-            )
-            for worker, first in zip(workers, seats.values(), strict=True)
-        ]
-        await asyncio.gather(*joins)
-        await asyncio.wrap_future(joining)
-        self._members = seats
-
-    def _start_sending(self) -> Future[list[Any]]:
-        def send() -> list[Any]:
-            self._call("begin", version=0, receivers=0)
-            return self._call("send_weights_via_checkpoint_engine", kv_scales=None)
-
-        return self._thread.submit(send)
-
     def _submit(self, method: str, **kwargs: Any) -> Future[list[Any]]:
-        return self._thread.submit(self._call, method, **kwargs)
+        return _start_thread(partial(self._call, method, **kwargs))
 
     async def _run(self, method: str, **kwargs: Any) -> list[Any]:
         return await asyncio.wrap_future(self._submit(method, **kwargs))
 
 
+def _start_thread(call: Callable[[], list[Any]]) -> Future[list[Any]]:
+    """Run a call beside this thread. One that waits for a lost rank does not keep the driver."""
+    future: Future[list[Any]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 (whoever waits for it raises it)
+            future.set_exception(error)
+
+    Thread(target=run, name="rollway-nccl", daemon=True).start()
+    return future
+
+
+@dataclass(slots=True)
+class _Round:
+    """Workers that receive one broadcast together."""
+
+    workers: dict[int, Worker]
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    arrived: dict[str, set[int]] = field(default_factory=dict)
+    failure: str = ""
+    sending: Future[list[Any]] | None = None
+
+    async def gather(self, step: str, worker: Worker, seconds: float) -> bool:
+        """Wait until all workers have come to this step; return whether this was the last."""
+        arrived = self.arrived.setdefault(step, set())
+        arrived.add(worker.instance_id)
+        is_last = arrived == self.workers.keys()
+        async with self.changed:
+            self.changed.notify_all()
+            is_over = self.changed.wait_for(lambda: self.failure or arrived == self.workers.keys())
+            try:
+                await asyncio.wait_for(is_over, seconds)
+            except TimeoutError:
+                missing = ", ".join(map(str, sorted(self.workers.keys() - arrived)))
+                self.failure = self.failure or f"workers {missing} are not {step}"
+        if self.failure:
+            raise AdminError(f"The broadcast did not begin: {self.failure}.")
+        return is_last
+
+    async def fail(self, cause: str) -> None:
+        async with self.changed:
+            self.failure = self.failure or cause
+            self.changed.notify_all()
+
+
 @dataclass(slots=True)
 class StockUpdate:
-    """The next broadcast, for the workers that are in the group."""
+    """The next broadcast. Workers that become ready while a refit runs get one of their own."""
 
     info: dict[str, Any]
     """Names, dtypes and shapes: vLLM's NCCLWeightTransferUpdateInfo."""
-    members: frozenset[int]
-    send: Callable[[], Future[list[Any]]]
-    """Starts the broadcast."""
+    wire: StockWire
+    admin: AdminAPI
+    """For calls to all workers."""
     repeatable: bool = False
     identity: str = field(default_factory=lambda: secrets.token_hex(16))
     gather_seconds: float = GATHER_SECONDS
-    _arrived: dict[str, set[int]] = field(default_factory=dict)
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    _failure: str = ""
-    _sending: Future[list[Any]] | None = None
+    _ready: dict[int, Worker] = field(default_factory=dict)
+    """Workers that passed the preflight and have not begun to receive."""
+    _round: _Round | None = None
 
     async def prepare(self) -> None:
         """Do nothing: the policy's tensors are known."""
@@ -153,8 +194,7 @@ class StockUpdate:
     async def preflight(
         self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
     ) -> Preflight:
-        if worker.instance_id not in self.members:
-            return Preflight(True, StageReply(None, []))  # left alone, like one that starts
+        self._ready[worker.instance_id] = worker
         return Preflight(verifies_itself=False)
 
     def is_staged_in(self, worker: Worker) -> bool:
@@ -166,35 +206,28 @@ class StockUpdate:
     async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
         """Receive the broadcast. A worker that waits in it for another never comes back, so nobody
         begins before everybody can."""
+        current = self._join_round(worker)
+        seconds = self.gather_seconds
         try:
-            await self._gather("paused", worker)
+            if await current.gather("paused", worker, seconds):
+                await self.wire.form(self.admin, list(current.workers.values()))
+            await current.gather("in the group", worker, seconds)
             await admin.call(worker, START_METHOD, {})
-            await self._gather("started", worker)
+            await current.gather("started", worker, seconds)
         except BaseException as error:
-            async with self._changed:
-                self._failure = self._failure or f"{worker}: {error}"
-                self._changed.notify_all()
+            await current.fail(f"{worker}: {error}")
             raise
-        if self._sending is None:
-            self._sending = self.send()
+        if current.sending is None:
+            current.sending = self.wire.start_sending()
         await admin.update_distributed(worker, version, UPDATE_METHOD, {"update_info": self.info})
-        await asyncio.wrap_future(self._sending)
+        await asyncio.wrap_future(current.sending)
         await admin.update_distributed(worker, version, FINISH_METHOD, {})
 
     async def discard(self, admin: AdminAPI, worker: Worker) -> None:
         """Do nothing: nothing is staged."""
 
-    async def _gather(self, step: str, worker: Worker) -> None:
-        """Wait until all workers of the group have come to this step."""
-        arrived = self._arrived.setdefault(step, set())
-        arrived.add(worker.instance_id)
-        async with self._changed:
-            self._changed.notify_all()
-            is_over = self._changed.wait_for(lambda: arrived >= self.members or self._failure)
-            try:
-                await asyncio.wait_for(is_over, self.gather_seconds)
-            except TimeoutError:
-                missing = ", ".join(map(str, sorted(self.members - arrived)))
-                self._failure = self._failure or f"workers {missing} are not {step}"
-        if self._failure:
-            raise AdminError(f"The broadcast did not begin: {self._failure}.")
+    def _join_round(self, worker: Worker) -> _Round:
+        """Return the round of a worker: the first that comes takes all that are ready into it."""
+        if self._round is None or worker.instance_id not in self._round.workers:
+            self._round, self._ready = _Round(self._ready), {}
+        return self._round

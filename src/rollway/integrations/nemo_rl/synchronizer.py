@@ -140,7 +140,6 @@ class Synchronizer:
 
     def shutdown(self) -> None:
         """Close the publishers of the policy's ranks."""
-        self._wire.close()
         if self._is_open:
             self._is_open = False
             self._deadline = None
