@@ -6,8 +6,9 @@
                                               and its mixin for checkpoint engines
 
 NeMo-RL's own policy workers need CUDA. Before it trains, the script runs NeMo-RL's multi-turn
-rollouts, and a pickled Generation in an actor. The question on stdin has `model` (a checkpoint)
-besides those of `recipe.make_recipe`; what was seen goes to the file of the first argument.
+rollouts, and a pickled Generation in an actor, if `rollouts` is true. The question on stdin has it
+and `model` (a checkpoint) besides those of `recipe.make_recipe`; what was seen goes to the file of
+the first argument.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ from tests.nemo_rl.recipe import make_recipe  # noqa: E402
 DIGITS = 12
 PROMPTS, GENERATIONS = 10, 8
 WARMUP = 3
+SAME = 1e-4
+"""Log-probs of the same weights differ by less."""
 seen: dict[str, Any] = {}
 
 
@@ -119,17 +122,34 @@ class PolicyWorker(PolicyCheckpointEngineMixin):
 
     def measure_mismatch(self, data: Any) -> float:
         """Return the largest difference between the engines' log-probs and those of the weights
-        that they served: the present ones, or those of a step before."""
-        mask = data["token_mask"].bool()
-        errors = [
-            ((self.compute_logprobs(data, before) - data["generation_logprobs"]).abs() * mask)
-            for before in (False, True)
-        ]
-        per_sample = torch.stack([error.amax(dim=1) for error in errors])
+        that they served: for each sample the present ones, or those of a step before."""
+        per_sample = torch.stack([error.amax(dim=1) for error in self._list_errors(data)])
         return per_sample.amin(dim=0).max().item()
 
+    def measure_tokens(self, data: Any) -> float:
+        """Return the same, if each token may be of either."""
+        return torch.stack(self._list_errors(data)).amin(dim=0).max().item()
+
+    def count_mixed(self, data: Any) -> int:
+        """Return how many samples have tokens of the present weights alone, and of those before
+        alone."""
+        now, before = (error < SAME for error in self._list_errors(data))
+        return int(((now & ~before).any(dim=1) & (before & ~now).any(dim=1)).sum())
+
+    def _list_errors(self, data: Any) -> list[torch.Tensor]:
+        """Return the difference at each token, for both versions of the weights."""
+        mask = data["token_mask"].bool()
+        return [
+            (self.compute_logprobs(data, before) - data["generation_logprobs"]).abs() * mask
+            for before in (False, True)
+        ]
+
     def train(self, data: Any, loss_fn: Any) -> Any:
-        mismatch = self.measure_mismatch(data)
+        judged = {
+            "mismatches": self.measure_mismatch(data),
+            "token_mismatches": self.measure_tokens(data),
+            "mixed": self.count_mixed(data),
+        }
         self.before.load_state_dict(self.model.state_dict())
         self.steps += 1
         for group in self.optimizer.param_groups:
@@ -151,7 +171,7 @@ class PolicyWorker(PolicyCheckpointEngineMixin):
             "loss": loss.detach().reshape(1),
             "grad_norm": norm.reshape(1),
             "all_mb_metrics": {key: [value] for key, value in (metrics | totals).items()},
-            "mismatch": mismatch,
+            "judged": judged,
         }
 
 
@@ -169,7 +189,7 @@ class Policy:
             ],
         )
         self.sharding_annotations = SimpleNamespace(get_axis_size=lambda _: 1)
-        self.mismatches: list[float] = []
+        self.judged: dict[str, list[float]] = {}
 
     def get_logprobs(self, data: Any, timer: Any = None) -> Any:
         return {"logprobs": ray.get(self.worker.compute_logprobs.remote(data))}
@@ -179,7 +199,8 @@ class Policy:
 
     def train(self, data: Any, loss_fn: Any, timer: Any = None) -> Any:
         results = ray.get(self.worker.train.remote(data, loss_fn))
-        self.mismatches.append(results.pop("mismatch"))
+        for name, value in results.pop("judged").items():
+            self.judged.setdefault(name, []).append(value)
         return results
 
     def print_node_ip_and_gpu_id(self) -> None:
@@ -302,12 +323,15 @@ def main() -> None:
     environments = {"count": Environment.remote()}
     try:
         grpo.refit_policy_generation(policy, generation, False)
-        seen["rollouts"] = run_rollouts(generation, policy, tokenizer, environments)
-        ids = dataset[0]["message_log"][0]["token_ids"][None]
-        batch = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([ids.shape[1]])})
-        seen["own"] = {"pid": os.getpid()}
-        seen["own"]["ids"] = generation.generate(batch, True)["output_ids"].tolist()
-        seen["copy"] = ray.get(Elsewhere.remote().try_copy.remote(generation, batch))
+        if question["rollouts"]:
+            seen["rollouts"] = run_rollouts(generation, policy, tokenizer, environments)
+            ids = dataset[0]["message_log"][0]["token_ids"][None]
+            batch = BatchedDataDict(
+                {"input_ids": ids, "input_lengths": torch.tensor([ids.shape[1]])}
+            )
+            seen["own"] = {"pid": os.getpid()}
+            seen["own"]["ids"] = generation.generate(batch, True)["output_ids"].tolist()
+            seen["copy"] = ray.get(Elsewhere.remote().try_copy.remote(generation, batch))
         grpo.async_grpo_train(
             policy, generation, dataloader, None, tokenizer, loss_fn, environments, None, logger,
             checkpointer, state, recipe,
@@ -315,7 +339,7 @@ def main() -> None:
         )  # fmt: skip
     finally:
         generation.shutdown()
-    seen["rewards"], seen["refits"], seen["mismatches"] = rewards, refits, policy.mismatches
+    seen.update({"rewards": rewards, "refits": refits, **policy.judged})
     Path(sys.argv[1]).write_text(json.dumps(seen))
     ray.shutdown()
 

@@ -16,28 +16,42 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 14
+STEPS, IN_FLIGHT_STEPS = 14, 4
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "val_temperature": 1.0, "val_top_p": 1.0}
 
 
-@pytest.fixture(scope="module")
-def seen(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    spec = light(base_model, "nemo-train")
+def train(base_model: Path, home: Path, steps: int, *, in_flight: bool, **light_env: str) -> Any:
+    """Run NeMo-RL's trainer; return what the script saw."""
+    spec = light(base_model, "nemo-train", **light_env)
     question = {
         "config": str(find_source() / RECIPE),
         "stack": spec | {"python": sys.executable},
         "model": str(base_model),
-        "steps": STEPS,
-        "in_flight": False,
+        "steps": steps,
+        "in_flight": in_flight,
+        "rollouts": not in_flight,  # what comes before the training; once is enough
         "generation": {"max_new_tokens": 12, **SAMPLING},
         "vllm_cfg": {"max_model_len": 512},
         "policy": {"train_global_batch_size": 80, "make_sequence_length_divisible_by": 1},
         "data": {"num_workers": 0, "shuffle": False},
     }
-    home = tmp_path_factory.mktemp("home")
     seen = run_script("drive_async_grpo.py", question, home, timeout=800)
     wait_until(lambda: not find_processes_in(home))
     return seen
+
+
+@pytest.fixture(scope="module")
+def seen(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train(base_model, tmp_path_factory.mktemp("home"), STEPS, in_flight=False)
+
+
+@pytest.fixture(scope="module")
+def seen_in_flight(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    # Rollouts of 12 tokens take longer than an optimizer step, so they run when it ends. Workers
+    # that take orders stamp every token; a rollout on others begins again on the new weights.
+    slow = {"LIGHT_STEP_SECONDS": "0.7", "LIGHT_ORDERS": "1"}
+    home = tmp_path_factory.mktemp("home")
+    return train(base_model, home, IN_FLIGHT_STEPS, in_flight=True, **slow)
 
 
 def test_multi_turn_rollouts_of_nemo_rl_have_the_policys_logprobs(seen: Any) -> None:
@@ -70,3 +84,18 @@ def test_it_learns(seen: Any) -> None:
     rewards = seen["rewards"]
     print([round(each, 3) for each in rewards], max(seen["mismatches"]))
     assert sum(rewards[-2:]) > 2 * sum(rewards[:2]), rewards
+
+
+def test_weights_change_under_running_rollouts(seen_in_flight: Any) -> None:
+    """Every token has the log-prob of a version that was served: the present one, or the one
+    before. A sample that a refit cut has tokens of both."""
+    seen = seen_in_flight
+    assert len(seen["rewards"]) == IN_FLIGHT_STEPS
+    assert [refit["version"] for refit in seen["refits"]] == list(range(1, IN_FLIGHT_STEPS + 2))
+    assert max(seen["token_mismatches"]) < 1e-3
+    print("samples of two versions, by step:", seen["mixed"])
+    assert sum(seen["mixed"]) > 0
+
+
+def test_without_updates_in_flight_no_sample_has_two_versions(seen: Any) -> None:
+    assert sum(seen["mixed"]) == 0

@@ -65,3 +65,49 @@ def write_draft(directory: Path, policy: Policy, tensors: Tensors) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")
     return directory
+
+
+def random_eagle3(policy: Policy, seed: int = 0) -> Tensors:
+    """An EAGLE-3 head under the names that NeMo-RL exports: with a head and a vocabulary of its
+    own, every second token of the policy's."""
+    config = policy.model.config
+    width, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    count = config.vocab_size // 2
+    shapes = {
+        "fc": (width, 3 * width),
+        "midlayer.self_attn.q_proj": (queries, 2 * width),
+        "midlayer.self_attn.k_proj": (keys, 2 * width),
+        "midlayer.self_attn.v_proj": (keys, 2 * width),
+        "midlayer.self_attn.o_proj": (width, queries),
+        "midlayer.mlp.gate_proj": (inner, width),
+        "midlayer.mlp.up_proj": (inner, width),
+        "midlayer.mlp.down_proj": (width, inner),
+        "midlayer.hidden_norm": (width,),
+        "midlayer.input_layernorm": (width,),
+        "midlayer.post_attention_layernorm": (width,),
+        "norm": (width,),
+        "lm_head": (count, width),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=generator) * 0.1
+        for name, shape in shapes.items()
+    }
+    # What must be added to a token of the draft model to get the policy's.
+    return {**tensors, "d2t": torch.arange(count)}
+
+
+def write_eagle3(directory: Path, policy: Policy, tensors: Tensors) -> Path:
+    """A checkpoint of an EAGLE-3 head, as they are published: with the inverse table, too."""
+    write_draft(directory, policy, tensors)
+    vocabulary = policy.model.config.vocab_size
+    inverse = torch.zeros(vocabulary, dtype=torch.bool)
+    inverse[tensors["d2t"] + torch.arange(len(tensors["d2t"]))] = True
+    save_file({**tensors, "t2d": inverse}, directory / "model.safetensors")
+    file = directory / "config.json"
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(tensors["d2t"])}
+    # By default vLLM takes the states of layers that so small a policy does not have.
+    own["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+    file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+    return directory

@@ -30,6 +30,8 @@ from rollway.weights.checkpoint import (
 PREFIX = "draft."
 # vLLM does not load these of EAGLE-3: the inverse of a loaded table, and a computed table.
 _NOT_LOADED = ("t2d", "rotary_emb.inv_freq")
+# Two names of the only layer of an EAGLE-3 head. Trainers export the first, and vLLM loads either.
+_ONLY_LAYER = ("midlayer.", "layers.0.")
 Headers = dict[str, TensorHeader]
 
 
@@ -38,6 +40,15 @@ def split_draft(headers: Mapping[str, TensorHeader]) -> tuple[Headers, Headers]:
     policy = {name: header for name, header in headers.items() if not name.startswith(PREFIX)}
     draft = {n.removeprefix(PREFIX): header for n, header in headers.items() if n not in policy}
     return policy, draft
+
+
+def _list_loaded(headers: Headers) -> Headers:
+    """Return the tensors that vLLM loads, each under one name."""
+    return {
+        name.replace(*_ONLY_LAYER): header
+        for name, header in headers.items()
+        if not name.endswith(_NOT_LOADED)
+    }
 
 
 class Draft:
@@ -139,7 +150,8 @@ class Draft:
         ]
         if duplicates:
             raise RuntimeError(
-                f"the draft model shares {duplicates[0]} with the policy; publish without it"
+                f"the draft model shares {duplicates[0]} with the policy; publish without it, or "
+                "start the worker with a draft checkpoint that has one of its own"
             )
         path = Path(self._config.model)
         if not path.is_dir() or path == Path(worker.model_config.model):
@@ -152,7 +164,8 @@ class Draft:
             for name, header in read_headers(path).items()
             if f".{name}".split(".")[-2] not in shared
         }
-        refuse_differences(differences(new, served, allow_cast=allow_cast), "The draft model")
+        problems = differences(_list_loaded(new), _list_loaded(served), allow_cast=allow_cast)
+        refuse_differences(problems, "The draft model")
 
     def _create_model(self) -> Any:
         from vllm.compilation.backends import set_model_tag

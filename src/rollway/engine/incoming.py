@@ -20,6 +20,7 @@ import torch
 
 from rollway.engine.background import share_cores
 from rollway.engine.drafts import Draft
+from rollway.engine.kv_scales import KvScales
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Shape, Slices
@@ -42,6 +43,8 @@ class Incoming:
     """Sums a tensor over the ranks; all of them must call it."""
     draft: Draft | None = None
     """The draft model whose weights are part of this version."""
+    scales: KvScales | None = None
+    """The scales of the KV cache that are part of this version."""
     seconds: dict[str, float] = field(default_factory=dict)
     slices: Slices = field(default_factory=Slices)
     """What this rank receives; everything until `restrict` was called."""
@@ -60,9 +63,13 @@ class Incoming:
             self.slices = self.reader.restrict(self.offer, mine)
 
     def tensors(self, summed: Callable[[str], bool] = never) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the policy's tensors, and keep those of the draft model."""
+        """Yield the policy's tensors, and keep those of the draft model and of the KV cache."""
         tensors = self.reader.tensors(self.offer, summed)
-        for pair in tensors if self.draft is None else self.draft.keep_draft(tensors):
+        if self.scales is not None:
+            tensors = self.scales.keep_scales(tensors)
+        if self.draft is not None:
+            tensors = self.draft.keep_draft(tensors)
+        for pair in tensors:
             if self.abandoned.is_set():
                 raise RuntimeError(f"version {self.offer.version} was discarded")
             yield pair

@@ -326,6 +326,8 @@ def _refuse_whole(incoming: Incoming, served: Served | None) -> None:
         raise NoPatch("it is not known which version is served")
     if incoming.draft is not None:
         raise NoPatch("the draft model changes too")
+    if incoming.scales is not None:
+        raise NoPatch("the scales of the KV cache change too")
 
 
 def _count_elements(incoming: Incoming) -> dict[str, int]:

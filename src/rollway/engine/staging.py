@@ -24,6 +24,7 @@ from rollway.engine.background import BackgroundTask, release_frames
 from rollway.engine.fingerprint import Proof
 from rollway.engine.in_place import InPlace
 from rollway.engine.incoming import Incoming, zero_pad_all
+from rollway.engine.kv_scales import restore_scales
 from rollway.engine.memory import HostBuffers, explain_exhaustion, read_host_memory
 from rollway.engine.patching import NoPatch, Served, apply_changes, set_served
 from rollway.engine.shadow import ParameterArena, Shadow, explain_no_swap, wait_until_packed
@@ -155,6 +156,10 @@ class Staging:
         method = self._get_method()
         began = time.perf_counter()
         steps = method.swap()
+        if self.incoming.scales is not None:
+            self.incoming.scales.install()
+        else:
+            restore_scales(self.incoming.worker)
         report = {
             "strategy": method.strategy,
             "reason": method.reason,

@@ -30,6 +30,7 @@ from rollway.engine.background import BackgroundTask
 from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming, get_reader
+from rollway.engine.kv_scales import KvScales, restore_scales, split_scales
 from rollway.engine.memory import HostBuffers
 from rollway.engine.patching import set_served
 from rollway.engine.prime_rl_broadcast import BROADCAST, PrimeRlBroadcastReader, find_rank
@@ -41,6 +42,7 @@ from rollway.weights.checkpoint import (
     TensorHeader,
     check_checkpoint,
     differences,
+    explain_joined,
     read_headers,
     refuse_differences,
 )
@@ -93,7 +95,8 @@ class WorkerExtension:
         if not hasattr(self, "_rollway_receivers"):
             self._rollway_receivers: dict[str, Reader] = {}
         reader = get_reader(weights, self._rollway_receivers)
-        new, draft = split_draft(reader.headers(weights))
+        headers, scales = split_scales(reader.headers(weights))
+        new, draft = split_draft(headers)
         from_files = weights.transport == "files"
         facts = (from_files, frozenset(new))
         if getattr(self, "_rollway_verifiable", None) != facts:  # it takes a while, every time
@@ -101,8 +104,9 @@ class WorkerExtension:
             self._rollway_verifiable = facts
         ranks, reduced = _find_ranks()
         policy_draft = Draft(self, draft, allow_cast) if draft else None
+        cache = KvScales(self, scales) if scales else None
         staging = Staging(
-            Incoming(self, reader, weights, new, ranks, reduced, policy_draft),
+            Incoming(self, reader, weights, new, ranks, reduced, policy_draft, cache),
             _read_served_headers(self),
             _get_arena(self),
             _get_host_buffers(self),
@@ -198,11 +202,11 @@ def start_warm_up(worker: Any) -> None:
 def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
     """Raise if this worker could not serve a checkpoint, or could not verify it afterwards."""
     _refuse_corruption_by_vllm(_get_model(worker))
-    new, draft = split_draft(read_headers(Path(path)))
-    if draft:
-        raise RuntimeError(
-            f"{path} has weights of a draft model, which can only be staged with the policy's"
-        )
+    headers, scales = split_scales(read_headers(Path(path)))
+    new, draft = split_draft(headers)
+    if draft or scales:
+        what = "weights of a draft model" if draft else "scales of a KV cache"
+        raise RuntimeError(f"{path} has {what}, which can only be staged with the policy's weights")
     _refuse_unverifiable(worker, new, "rollway_check")
     served = _read_served_headers(worker)
     if served is not None:
@@ -225,6 +229,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
         # Hash the files while loading: it takes about as long as reading them.
         intact = pool.submit(check)
         worker.reload_weights(weights_iterator=proof.collect(read_tensors(Path(path))))
+        restore_scales(worker)
         checkpoint = intact.result()
     if identity and checkpoint.identity != identity:
         raise RuntimeError(f"{path} changed while it was loaded")
@@ -310,15 +315,19 @@ def _refuse_unverifiable(
             "directory, which a canary then verifies"
         )
     proof = Proof(_get_model(worker))
-    unsupported = [f"tensors like {name}" for name in proof.list_unverifiable(new)[:1]]
+    unverifiable = proof.list_unverifiable(new)
+    unsupported = [f"tensors like {name}" for name in unverifiable[:1]]
     if quantised is not None:
         unsupported.append("quantised models")
     if proof.packed and _find_ranks()[0] > 1 and explain_no_swap(worker):
         unsupported.append("packed layers on several ranks")
     if unsupported and not from_files:
+        fix = explain_joined(unverifiable) or (
+            "Publish the tensors of the served checkpoint, or refit from a directory, which a "
+            "canary then verifies"
+        )
         raise RuntimeError(
-            f"{unsupported[0]} cannot be compared with the model's parameters; publish the tensors "
-            "of the served checkpoint, or refit from a directory, which a canary then verifies"
+            f"{unsupported[0]} cannot be compared with the model's parameters. {fix}"
         )
     if unsupported:
         # Callers know this message from workers without this class, and use a canary instead.

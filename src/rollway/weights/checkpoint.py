@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _MAX_INDEX = _MAX_STABLE = 128 << 20
 _MAX_CONFIG = 16 << 20
+# Parameters of transformers 5 for all experts of a layer.
+_JOINED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _WRITE_AGAIN, _LET_READ = "Write the checkpoint again.", "Let this user read it."
 
@@ -224,12 +226,24 @@ def refuse_differences(sentences: Sequence[str], path: Path | str) -> None:
     """Raise `UsageError` if there are any differences; the message has the first five."""
     if sentences:
         more = f" and {len(sentences) - 5} more" if len(sentences) > 5 else ""
+        names = (sentence.split(" ", 1)[0] for sentence in sentences)
         raise UsageError(
             f"{path} does not fit the model that is served: {'; '.join(sentences[:5])}{more}.",
-            "Publish all tensors of the served architecture. If only dtypes differ, as with an "
+            explain_joined(names)
+            or "Publish all tensors of the served architecture. If only dtypes differ, as with an "
             "engine that casts its checkpoint (`dtype`), use `refit(…, allow_cast=True)` or "
             "--allow-cast.",
         )
+
+
+def explain_joined(names: Iterable[str]) -> str:
+    """Return how to publish experts that transformers 5 has joined, if any of these are; or ""."""
+    if not any(name.endswith(_JOINED_EXPERTS) for name in names):
+        return ""
+    return (
+        "Publish `rollway.from_module(model)` instead of `model.named_parameters()`: transformers "
+        "joins the experts of a layer into one parameter, and the served checkpoint has each alone."
+    )
 
 
 def read_config(file: Path) -> dict[str, Any]:

@@ -66,11 +66,15 @@ def from_module(
             held += _name_as_checkpoint(local, fused) if local else []
         else:
             _check_plain(name, tensor)
-            shape = tuple(tensor.shape)
-            owned = publishes(name, index, count)
-            whole = _describe(name, shape, Box.whole(shape), tensor.detach(), owned)
+            whole = hold_whole(name, tensor, owned_here=publishes(name, index, count))
             held += _name_as_checkpoint(whole, fused)
     return held
+
+
+def hold_whole(name: str, tensor: torch.Tensor, *, owned_here: bool) -> HeldTensor:
+    """Return a tensor that is whole on this rank, under the name that it is published by."""
+    shape = tuple(tensor.shape)
+    return _describe(name, shape, Box.whole(shape), tensor.detach(), owned_here)
 
 
 def dtensor_box(shape: Shape, sizes: Shape, coordinate: Shape, placements: Sequence[Any]) -> Box:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rollway.engine.incoming import Incoming
+from rollway.engine.kv_scales import KvScales, split_scales
 from rollway.engine.memory import HostBuffers
 from rollway.engine.shadow import ParameterArena
 from rollway.engine.staging import Staging
@@ -78,8 +79,9 @@ def make_offer(tensors: Tensors) -> Offer:
 
 def make_staging(worker: Any, reader: FakeReader, host: HostBuffers | None = None) -> Staging:
     offer = make_offer(reader.tensors_here)
-    headers = reader.headers(offer)
-    incoming = Incoming(worker, reader, offer, headers, 1, torch.clone)
+    headers, scales = split_scales(reader.headers(offer))
+    cache = KvScales(worker, scales) if scales else None
+    incoming = Incoming(worker, reader, offer, headers, 1, torch.clone, scales=cache)
     return Staging(incoming, headers, ParameterArena(), host or HostBuffers())
 
 

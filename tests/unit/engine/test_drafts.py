@@ -85,6 +85,19 @@ def test_draft_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         Draft(make_worker(tmp_path, quantised="fp8"), FC)
 
 
+def test_an_eagle3_head_fits_under_either_name_of_its_layer(tmp_path: Path) -> None:
+    """NeMo-RL exports `midlayer`, and not the inverse table, which vLLM does not load."""
+    worker = make_worker(tmp_path)
+    served = {"fc.weight": torch.zeros(WIDTH, 2 * WIDTH), "t2d": torch.zeros(8, dtype=torch.bool)}
+    save_file(
+        {**served, "layers.0.norm.weight": torch.zeros(WIDTH)}, tmp_path / "model.safetensors"
+    )
+    Draft(worker, {**FC, "midlayer.norm.weight": make_header(WIDTH)})
+    Draft(worker, {**FC, "layers.0.norm.weight": make_header(WIDTH)})
+    with pytest.raises(UsageError, match=r"layers\.0\.norm\.weight is missing"):
+        Draft(worker, FC)
+
+
 def test_draft_tensors_are_copied_and_policy_tensors_pass_through(tmp_path: Path) -> None:
     draft = Draft(make_worker(tmp_path), FC)
     buffer = torch.ones(2)

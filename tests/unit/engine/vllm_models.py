@@ -84,16 +84,17 @@ def use_ranks(tp: int = 1, rank: int = 0) -> Iterator[None]:
         yield
 
 
-def create_model(directory: Path) -> tuple[Any, Any]:
+def create_model(directory: Path, cache_dtype: Any = "auto") -> tuple[Any, Any]:
     """Return an empty vLLM model with random parameters, and its config."""
-    from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     model_config = ModelConfig(
         model=str(directory), skip_tokenizer_init=True, dtype="float32", enforce_eager=True
     )
-    config = VllmConfig(model_config=model_config)
+    cache = CacheConfig(cache_dtype=cache_dtype)
+    config = VllmConfig(model_config=model_config, cache_config=cache)
     with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
         model = initialize_model(vllm_config=config, model_config=model_config)
     with torch.no_grad():
@@ -102,10 +103,10 @@ def create_model(directory: Path) -> tuple[Any, Any]:
     return model, config
 
 
-def create_worker(directory: Path) -> Any:
+def create_worker(directory: Path, cache_dtype: str = "auto") -> Any:
     """Return as much of a vLLM worker as staging uses. Its parameters keep their addresses, as if
     compiled code held on to them."""
-    model, config = create_model(directory)
+    model, config = create_model(directory, cache_dtype)
     config.model_config.enforce_eager = False
     runner = SimpleNamespace(
         get_model=lambda: model, reset_encoder_cache=lambda: None, reset_mm_cache=lambda: None

@@ -86,7 +86,11 @@ def test_a_good_recipe_has_no_problem() -> None:
         ),
         (change(cluster__weight_sync={"method": "pigeon"}), "cluster.weight_sync.method", "pigeon"),
         (change(cluster__weight_sync={"method": "shm"}), "cluster.weight_sync.method", "10.0.0.5"),
-        (change(cluster__weight_sync={"method": "nccl"}), "cluster.weight_sync.method", "nixl"),
+        (
+            change(cluster__weight_sync={"method": "nccl", "shards": True}),
+            "cluster.weight_sync",
+            "whole tensors",
+        ),
         (
             change(cluster__weight_sync={"method": "files"}),
             "cluster.weight_sync.directory",
@@ -130,7 +134,15 @@ def test_a_good_recipe_has_no_problem() -> None:
                 },
             ),
             f"{GENERATION}.vllm_cfg.kv_cache_dtype",
-            "refits carry none",
+            "DTensor workers cannot",
+        ),
+        (
+            change(
+                policy__draft={"enabled": True},
+                policy__generation__dynamo_cfg={"stack": {"python": "/bin/python"}},
+            ),
+            "policy.draft.enabled",
+            "speculative_config",
         ),
         (
             change(loss_fn={"use_importance_sampling_correction": False}),
@@ -154,6 +166,19 @@ def test_each_problem_is_named(recipe: dict[str, Any], key: str, words: str) -> 
     (problem,) = find_problems(recipe)
     assert problem.key == key and words in f"{problem.cause} {problem.fix}"
     assert problem.cause.endswith(".") and problem.fix.endswith(".")
+
+
+def test_scales_and_draft_models_that_arrive_are_no_problem() -> None:
+    cache = {"expose_http_server": True, "kv_cache_dtype": "fp8"}
+    recipe = change(
+        grpo__async_grpo={"enabled": False},
+        policy__megatron_cfg={"enabled": True},
+        policy__draft={"enabled": True},
+        policy__generation__vllm_cfg=cache,
+        policy__generation__vllm_kwargs={"speculative_config": {"method": "eagle3"}},
+        policy__generation__dynamo_cfg={"stack": {"python": "/bin/python"}},
+    )
+    assert find_problems(recipe) == []
 
 
 def test_heads_must_divide_over_the_ranks(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def make(dynamo: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
         (make({"frontend_url": URL, "refit_mode": "rolling"}), "dynamo_cfg.refit_mode"),
         (make({"frontend_url": URL, "weight_sync": {"method": "carrier"}}), "weight_sync.method"),
         (
-            make({"frontend_url": URL, "weight_sync": {"method": "nccl"}}),
-            "use collective (a broadcast",
+            make({"frontend_url": URL, "weight_sync": {"method": "nccl", "shards": True}}),
+            "nccl sends whole tensors",
         ),
         (make(sglang_cfg={"a": 1}), "`sglang_cfg` is of another engine"),
         (make(trtllm_cfg={"a": 1}), "`trtllm_cfg` is of another engine"),

@@ -62,6 +62,7 @@ class FakeStack:
 
 class FakeGeneration:
     is_copy = False
+    requires_kv_scale_sync = False
 
     def __init__(self, stack: FakeStack) -> None:
         self.dynamo_cfg: Any = SimpleNamespace(
@@ -81,6 +82,8 @@ class FakePolicy:
 
     def __init__(self, counted: bool = False) -> None:
         self.calls: list[str] = []
+        self.scales: Any = None
+        self.drafts = [0, 0]
         self.worker_group = self
         self.workers = [0, 1]
         self._next = (0, 0)
@@ -92,6 +95,9 @@ class FakePolicy:
         self.calls.append(method)
         if method == "begin":
             self._next = kwargs["version"], kwargs["receivers"]
+            self.scales = kwargs["kv_scales"]
+        if method == "count_drafts":
+            return list(self.drafts)
         if method == "take_offer":
             where = {"receivers": self._next[1]} if self._counted else {}
             return [Offer("shm", self._next[0], "x" * 8, 1000, where).as_json(), None]
@@ -201,6 +207,34 @@ def test_scales_of_a_cache_are_refused_before_anything_is_published() -> None:
     with pytest.raises(UsageError, match="FP8 KV cache"):
         synchronizer.sync_weights(kv_scales={"model.layers.0.self_attn.k_scale": 1.0})
     assert policy.calls == [] and stack.refits == []
+
+
+def test_scales_of_a_cache_travel_with_the_version() -> None:
+    policy = FakePolicy()
+    synchronizer, stack = make(policy)
+    generation: Any = synchronizer._generation
+    generation.requires_kv_scale_sync = True
+    name = "model.layers.0.self_attn.k_scale"
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="a scale is a positive number"):
+            synchronizer.sync_weights(kv_scales={name: wrong})
+    assert policy.calls == [] and stack.refits == []
+    synchronizer.sync_weights(kv_scales={name: 0.5})
+    assert policy.scales == {name: 0.5} and stack.refits == [1]
+    synchronizer.sync_weights()  # before the first calibration, and by the asynchronous trainer
+    assert policy.scales == {}
+
+
+def test_a_draft_model_that_the_publishing_rank_does_not_hold_is_refused() -> None:
+    policy = FakePolicy()
+    synchronizer, stack = make(policy)
+    policy.drafts = [0, 12]  # on the second pipeline stage
+    with pytest.raises(UsageError, match="later pipeline stage"):
+        synchronizer.sync_weights()
+    assert stack.refits == [] and policy.calls[-1] == "cancel"
+    policy.drafts = [12, 12]
+    synchronizer.sync_weights()
+    assert stack.refits == [2]
 
 
 def test_the_time_of_a_refit_is_nemo_rls() -> None:

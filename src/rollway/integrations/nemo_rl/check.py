@@ -272,11 +272,7 @@ def _check_sync(recipe: Mapping[str, Any]) -> Iterator[Problem]:
 def _check_trainer(recipe: Mapping[str, Any]) -> Iterator[Problem]:
     generation = _get(recipe, "policy", "generation")
     async_grpo = _get(recipe, "grpo", "async_grpo")
-    cache = str(_get(generation, "vllm_cfg").get("kv_cache_dtype") or "")
-    if cache.startswith("fp8") and not async_grpo.get("enabled"):
-        cause = "The synchronous trainer sends scales for an FP8 KV cache, and refits carry none."
-        fix = "Set auto here; engines with an FP8 cache can compute their scales themselves."
-        yield Problem(f"{_GENERATION}.vllm_cfg.kv_cache_dtype", cause, fix)
+    yield from _check_extras(recipe, generation, is_async=bool(async_grpo.get("enabled")))
     mode = _get(generation, "dynamo_cfg").get("refit_mode")
     if async_grpo.get("in_flight_weight_updates"):
         key = "grpo.async_grpo.in_flight_weight_updates"
@@ -292,6 +288,34 @@ def _check_trainer(recipe: Mapping[str, Any]) -> Iterator[Problem]:
             cause = "NeMo-RL's asynchronous trainer refuses to run without it."
             yield Problem("loss_fn.use_importance_sampling_correction", cause, "Set it to true.")
     yield from _check_gym(recipe, generation)
+
+
+def _check_extras(
+    recipe: Mapping[str, Any], generation: Mapping[str, Any], *, is_async: bool
+) -> Iterator[Problem]:
+    """Check what a version has besides the policy's weights."""
+    cache = str(_get(generation, "vllm_cfg").get("kv_cache_dtype") or "")
+    is_megatron = bool(_get(recipe, "policy", "megatron_cfg").get("enabled"))
+    if cache.startswith("fp8") and not is_async and not is_megatron:
+        cause = "The synchronous trainer calibrates an FP8 KV cache, and DTensor workers cannot."
+        fix = "Set auto here, or train with policy.megatron_cfg.enabled."
+        yield Problem(f"{_GENERATION}.vllm_cfg.kv_cache_dtype", cause, fix)
+    dynamo = _get(generation, "dynamo_cfg")
+    options = {**_get(generation, "vllm_kwargs"), **_list_engine_args(dynamo)}
+    speculative = options.get("speculative_config") or options.get("speculative-config")
+    if _get(recipe, "policy", "draft").get("enabled") and dynamo.get("stack") and not speculative:
+        cause = (
+            "The trainer sends weights of a draft model, and the engines of the stack have none."
+        )
+        fix = f"Give {_GENERATION}.vllm_kwargs.speculative_config, or set it to false."
+        yield Problem("policy.draft.enabled", cause, fix)
+
+
+def _list_engine_args(dynamo: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of the engine that a stack in a recipe gives itself."""
+    stack = dynamo.get("stack")
+    models = stack.get("models") if isinstance(stack, Mapping) else None
+    return _get(models[0], "args") if models and isinstance(models[0], Mapping) else {}
 
 
 def _check_gym(recipe: Mapping[str, Any], generation: Mapping[str, Any]) -> Iterator[Problem]:

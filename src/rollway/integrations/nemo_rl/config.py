@@ -26,8 +26,8 @@ WHERE = "policy.generation.dynamo_cfg"
 WAYS = ("stack", "frontend_url", "dgd_name")
 """The keys that say where the stack is; a recipe has one of them."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-Method = Literal["auto", "shm", "cuda_ipc", "files", "delta", "collective", "nixl"]
-"""The transports of weights; `mx` is another name of `nixl`."""
+Method = Literal["auto", "shm", "cuda_ipc", "files", "delta", "collective", "nixl", "nccl"]
+"""The transports of weights; `mx` is another name of `nixl`, and `nccl` is vLLM's own."""
 
 Endpoint = Literal["chat", "completions"]
 
@@ -101,15 +101,13 @@ class WeightSync(SpecPart):
     @field_validator("method", mode="before")
     @classmethod
     def _rename(cls, method: Any) -> Any:
-        if method == "nccl":
-            # vLLM 0.23, which NeMo-RL pins, wants `is_checkpoint_format` at the start of an update
-            # and `packed` in it; the methods of today's vLLM take neither.
-            raise ValueError(
-                "nccl, NeMo-RL's own wire to workers without Rollway's extension, is not built: "
-                "its messages differ between versions of vLLM; give the workers the extension, and "
-                "use collective (a broadcast, by NCCL between GPUs), nixl, or files"
-            )
         return "nixl" if method == "mx" else method
+
+    @model_validator(mode="after")
+    def _check(self) -> WeightSync:
+        if self.method == "nccl" and self.shards:
+            raise ValueError("`shards` are sent by shm or nixl; nccl sends whole tensors")
+        return self
 
 
 class DynamoCfg(SpecPart):
@@ -313,6 +311,8 @@ def _list_engine_args(config: GenerationConfig) -> dict[str, Any]:
         args["dyn-reasoning-parser"] = workers.reasoning_parser
     if workers.custom_jinja_template:
         args["custom-jinja-template"] = workers.custom_jinja_template
+    if config.dynamo_cfg.weight_sync.method == "nccl":
+        args["weight-transfer-config"] = {"backend": "nccl"}
     return args
 
 

@@ -8,6 +8,9 @@
     refit of the fleet
     complete(version) or cancel()   ─────────►  the trainer may change its weights again
 
+A version is the policy's weights and what belongs to them: those of a draft model, which NeMo-RL
+exports as `draft.NAME`, and the scales of an FP8 KV cache, which the driver brings.
+
 There are two ways to a rank. NeMo-RL's hook for checkpoint engines gathers tensors with Hugging
 Face names, one at a time (`Engine`, named `module:ClassName`). A worker class with
 `ShardPublishing` publishes what each rank holds, without gathering.
@@ -15,7 +18,7 @@ Face names, one at a time (`Engine`, named `module:ClassName`). A worker class w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -28,6 +31,10 @@ ENGINE = "rollway.integrations.nemo_rl.publish:Engine"
 """How NeMo-RL's policy workers find the engine."""
 SHARDED = ("shm", "nixl")
 """Transports that carry shards of several ranks."""
+DRAFT = "draft."
+"""Before the names of a draft model's tensors, in NeMo-RL and in Rollway's engines."""
+Scales = Mapping[str, float]
+"""The scales of an FP8 KV cache, by the names that NeMo-RL gives them."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,19 @@ class RankPublisher:
         return extra
 
 
+def make_scale_tensors(scales: Scales, device: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the scales of a KV cache as tensors, under the names that engines know them by. They
+    are on the device of the weights: a transport may read from one device only."""
+    if not scales:
+        return
+    import torch
+
+    from rollway.engine.kv_scales import PREFIX
+
+    for name, value in scales.items():
+        yield f"{PREFIX}{name}", torch.tensor([value], dtype=torch.float32, device=device)
+
+
 class Engine:
     """A checkpoint engine for NeMo-RL's public hook, which gives it the policy's tensors with
     Hugging Face names. The first rank publishes them; gathering needs all ranks.
@@ -183,7 +203,13 @@ class Engine:
         self._options = PublishOptions(**{"bucket_bytes": bucket_size, **options})
         self._publisher: RankPublisher | None = None
         self._next = (0, 0)
+        self._scales: Scales = {}
+        self._drafts = 0
         self._offer: dict[str, Any] | None = None
+        self._sender: Any = None
+        """For workers without Rollway's extension, a `VllmGroupSender`."""
+        self._is_listing = False
+        self._tensors: list[Any] = []
 
     def prepare(self) -> dict[str, Any]:
         return {}
@@ -195,7 +221,13 @@ class Engine:
         self, *, worker_rank: int, train_world_size: int, **_: Any
     ) -> None:
         """Note this worker's rank: only the first publishes."""
-        if worker_rank == 0:
+        if worker_rank != 0:
+            return
+        if self._options.method == "nccl":
+            from rollway.weights.transports.vllm_group import VllmGroupSender
+
+            self._sender = VllmGroupSender(self._options.bucket_bytes)
+        else:
             self._publisher = RankPublisher(self._options, worker_rank, train_world_size)
 
     def init_rollout_process_group(self, **_: Any) -> None:
@@ -203,13 +235,31 @@ class Engine:
 
     async def send_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Publish the tensors; on other ranks walk through them, because each step gathers one."""
+        if self._is_listing:
+            from rollway.weights.transports.vllm_group import TensorInfo
+
+            self._tensors = [TensorInfo.of(name, tensor) for name, tensor in weights]
+            return
+        if self._sender is not None:
+            self._sender.send(weights, self._tensors)
+            return
+        source = self._complete(weights)
         if self._publisher is None:
-            for _ in weights:
+            for _ in source:
                 pass
             return
         version, receivers = self._next
         # In this thread: gathering uses the thread's GPU, and blocks the others' collectives.
-        self._offer = self._publisher.publish(version, receivers, weights)
+        self._offer = self._publisher.publish(version, receivers, source)
+
+    def _complete(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Yield the weights, count those of a draft model, and add the scales of the KV cache."""
+        device = None
+        for name, tensor in weights:
+            self._drafts += name.startswith(DRAFT)
+            device = tensor.device
+            yield name, tensor
+        yield from make_scale_tensors(self._scales, device)
 
     async def receive_weight_batches(self) -> Any:
         raise UsageError("Rollway's engines receive weights without a checkpoint engine.")
@@ -218,10 +268,40 @@ class Engine:
     def finalize(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+        if self._sender is not None:
+            self._sender.leave()
 
-    def begin(self, version: int, receivers: int) -> None:
-        """Note the version that `send_weights` publishes next."""
+    def begin(
+        self,
+        version: int,
+        receivers: int,
+        kv_scales: Scales | None = None,
+        *,
+        is_listing: bool = False,
+    ) -> None:
+        """Note the version that `send_weights` publishes next, or that it shall only list the
+        tensors."""
         self._next, self._offer = (version, receivers), None
+        self._scales, self._drafts = kv_scales or {}, 0
+        self._is_listing = is_listing
+
+    def list_tensors(self) -> list[tuple[str, str, list[int], int]]:
+        """Return names, dtypes, shapes and bytes of the policy's tensors, in the order of the
+        export."""
+        return [tuple(info) for info in self._tensors]
+
+    def make_id(self) -> dict[str, Any] | None:
+        """Return what receivers need to join a group with the first rank; None on the others."""
+        return None if self._sender is None else self._sender.make_id()
+
+    def join_group(self, nccl_unique_id_b64: str, world: int) -> None:
+        if self._sender is not None:
+            self._sender.join(nccl_unique_id_b64, world)
+
+    def count_drafts(self) -> int:
+        """Return how many tensors of a draft model this rank saw: on a later pipeline stage they
+        are not seen by the rank that publishes."""
+        return self._drafts
 
     def take_offer(self) -> dict[str, Any] | None:
         """Return the offer of the version that was published; None on the other ranks."""
@@ -256,15 +336,15 @@ class ShardPublishing:
         return from_module(self.model)
 
     def stream_weights_via_mx(
-        self, *, version: int, mx_config: Any, kv_scales: Mapping[str, float] | None = None
+        self, *, version: int, mx_config: Any, kv_scales: Scales | None = None
     ) -> None:
         """Publish nothing yet, under the name that NeMo-RL's ModelExpress work calls before
         `Generation.update_weights_via_mx`: there `Synchronizer` has every rank publish."""
         if kv_scales:
             raise UsageError(
-                f"The trainer sends {len(kv_scales)} scales of an FP8 KV cache, and no transport "
-                "carries them.",
-                "Set policy.generation.vllm_cfg.kv_cache_dtype to auto.",
+                f"The trainer sends {len(kv_scales)} scales of an FP8 KV cache, and the calls of "
+                "NeMo-RL's ModelExpress work do not bring them to the refit.",
+                "Refit by refit_policy_generation, or Synchronizer.sync_weights(kv_scales=…).",
             )
 
     def rollway_rpc(self, method: str, kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -273,12 +353,20 @@ class ShardPublishing:
             "open": self._open_publisher,
             "catalog": lambda: self._rollway.open_catalog() if self.rank == 0 else "",
             "use_catalog": lambda url: self._rollway.use_catalog(url) if self.rank else None,
-            "publish": lambda version: self._rollway.publish_shards(version, self.list_shards()),
+            "publish": self._publish,
             "complete": lambda version: self._rollway.complete(version),
             "cancel": lambda: self._rollway.cancel(),
             "close": lambda: self._rollway.close(),
         }
         return calls[method](**(kwargs or {}))
+
+    def _publish(self, version: int, kv_scales: Scales | None = None) -> dict[str, Any]:
+        from rollway.weights.sources import hold_whole
+
+        held: list[Any] = list(self.list_shards())
+        scales = make_scale_tensors(kv_scales or {}, held[0].tensor.device)
+        held += [hold_whole(name, scale, owned_here=self.rank == 0) for name, scale in scales]
+        return self._rollway.publish_shards(version, held)
 
     def _open_publisher(self, options: Mapping[str, Any], world: int) -> None:
         self._rollway = RankPublisher(PublishOptions(**options), self.rank, world)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rollway.errors import RollwayError, UsageError
@@ -23,7 +24,8 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
 from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
-from rollway.integrations.nemo_rl.publish import ENGINE, PublishOptions
+from rollway.integrations.nemo_rl.publish import ENGINE, PublishOptions, Scales
+from rollway.integrations.nemo_rl.stock import StockUpdate, StockWire
 from rollway.weights.offer import Offer, parse_offer
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Synchronizer:
         self._last = 0
         self._is_stale = True
         self._is_open = False
+        self._wire = StockWire(self._call)
         self.report: RefitReport | None = None
         """The last refit."""
 
@@ -107,31 +110,33 @@ class Synchronizer:
         self._is_open = True
 
     def sync_weights(
-        self, *, timer: Any = None, kv_scales: Mapping[str, float] | None = None
+        self, *, timer: Any = None, kv_scales: Scales | None = None
     ) -> dict[str, float]:
         """Publish the policy's weights, and return when every live worker serves them.
 
+        Args:
+            timer: NeMo-RL's, for the time that this takes.
+            kv_scales: the scales of an FP8 KV cache, which become part of the version.
+
         Raises:
-            UsageError: `kv_scales`, which no transport carries; nothing was touched.
+            UsageError: what the engines cannot serve; none of them was touched.
             RefitError: not every worker serves the version; its `report` says which do.
             RollwayError: the refit took longer than its deadline.
         """
-        if kv_scales:
-            raise UsageError(
-                f"The trainer sends {len(kv_scales)} scales of an FP8 KV cache, and engines here "
-                "compute their own.",
-                "Set policy.generation.vllm_cfg.kv_cache_dtype to auto, or let vLLM calibrate the "
-                "scales (calculate_kv_scales).",
-            )
+        scales = {name: float(value) for name, value in (kv_scales or {}).items()}
+        self._check_scales(scales)
         self._is_stale = True
         self.init_communicator()
         began = time.monotonic()
         self._deadline = None if self._seconds is None else began + self._seconds
         with timer.time(TIMER) if timer is not None else contextlib.nullcontext():
-            offer, report = self._refit(began)
+            if self._sync.method == "nccl":
+                nbytes, report = self._refit_stock(began)
+            else:
+                nbytes, report = self._refit(began, scales)
         self._is_stale = False
         self.report = report
-        figures = describe_refit(report, offer.nbytes, time.monotonic() - began)
+        figures = describe_refit(report, nbytes, time.monotonic() - began)
         self._generation.note_refit(figures)
         return figures
 
@@ -147,12 +152,43 @@ class Synchronizer:
 
     # --- one refit -----------------------------------------------------------------------------
 
-    def _refit(self, began: float) -> tuple[Offer, RefitReport]:
+    def _check_scales(self, scales: Scales) -> None:
+        if scales and self._sync.method == "nccl":
+            raise UsageError(
+                f"The trainer sends {len(scales)} scales of an FP8 KV cache, and workers without "
+                "Rollway's extension set none.",
+                "Give the workers the extension, and use another cluster.weight_sync.method.",
+            )
+        if scales and not self._generation.requires_kv_scale_sync:
+            raise UsageError(
+                f"The trainer sends {len(scales)} scales of an FP8 KV cache, and the engines have "
+                "another cache.",
+                "Set policy.generation.vllm_cfg.kv_cache_dtype to fp8, and start the engines so.",
+            )
+        for name, value in scales.items():
+            if not (math.isfinite(value) and value > 0):
+                raise UsageError(
+                    f"The scale {name} is {value!r}, and a scale is a positive number.",
+                    "Look at the trainer's calibration of the KV cache.",
+                )
+
+    def _refit_stock(self, began: float) -> tuple[int, RefitReport]:
+        """Refit workers without Rollway's extension."""
+        connection = self._generation.connection
+        version, _ = connection.run(self._choose_version())
+        try:
+            update = connection.run(self._wire.prepare(connection.fleet))
+            return self._wire.nbytes, connection.run(self._run_refit(version, update, began))
+        except BaseException:
+            self._wire.forget()
+            raise
+
+    def _refit(self, began: float, scales: Scales) -> tuple[int, RefitReport]:
         connection = self._generation.connection
         for _ in range(_TRIES):
             version, receivers = connection.run(self._choose_version())
             try:
-                offer = self._publish(version, receivers)
+                offer = self._publish(version, receivers, scales)
                 counted = offer.where.get("receivers")
                 if counted is not None and counted != connection.run(self._count_receivers()):
                     # A broadcast would wait for a rank that left, or leave out one that came.
@@ -163,7 +199,7 @@ class Synchronizer:
                 self._cancel()
                 raise
             self._call("complete", version=version)
-            return offer, report
+            return offer.nbytes, report
         raise RollwayError(
             "The number of engine ranks changed twice during one update of the weights.",
             "Look at the workers' logs for engines that restart again and again.",
@@ -181,21 +217,30 @@ class Synchronizer:
         connection = self._generation.connection
         return await connection.stack.count_receivers(connection.model)
 
-    def _publish(self, version: int, receivers: int) -> Offer:
+    def _publish(self, version: int, receivers: int, scales: Scales) -> Offer:
         if self._sync.shards:
-            raw = self._call("publish", version=version)
+            raw = self._call("publish", version=version, kv_scales=scales)
             offers = [parse_offer(each) for each in raw]
             if offers[0].transport != "shm":
                 return offers[0]  # the catalog has the parts of all ranks
             from rollway.weights.transports.shm_shards import join_offers
 
             return join_offers(offers)
-        self._call("begin", version=version, receivers=receivers)
+        self._call("begin", version=version, receivers=receivers, kv_scales=scales)
+        # Without the scales: NeMo-RL's DTensor workers refuse them, and `Engine` adds them itself.
         self._call("send_weights_via_checkpoint_engine", kv_scales=None)
+        first, *others = [count or 0 for count in self._call("count_drafts")]
+        if any(count > first for count in others):
+            raise UsageError(
+                "The draft model is on a later pipeline stage than the rank that publishes.",
+                "Set cluster.weight_sync.shards to true, or pipeline_model_parallel_size to 1.",
+            )
         raw = [each for each in self._call("take_offer") if each is not None]
         return parse_offer(raw[0])
 
-    async def _run_refit(self, version: int, offer: Offer, began: float) -> RefitReport:
+    async def _run_refit(
+        self, version: int, weights: Offer | StockUpdate, began: float
+    ) -> RefitReport:
         connection, dynamo = self._generation.connection, self._generation.dynamo_cfg
         left = None if self._seconds is None else self._seconds - (time.monotonic() - began)
         known: list[Worker] = []
@@ -203,7 +248,7 @@ class Synchronizer:
             known = await connection.fleet.workers(fresh=False)
         refit = asyncio.create_task(
             connection.stack.refit(
-                version, offer, model=connection.model, mode=dynamo.refit_mode, allow_cast=True
+                version, weights, model=connection.model, mode=dynamo.refit_mode, allow_cast=True
             )
         )
         silent = ""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollway.integrations.nemo_rl.plug import register_worker_class
-from rollway.integrations.nemo_rl.publish import ShardPublishing
+from rollway.integrations.nemo_rl.publish import DRAFT, ShardPublishing
 from rollway.weights.layout import Role
 from rollway.weights.transports.base import Source
 
@@ -29,9 +29,12 @@ MODULES = {
 
 
 class MegatronShardPublishing(ShardPublishing):
-    """Publishes the shards of a Megatron-Core model; for workers that have `cfg`, too."""
+    """Publishes the shards of a Megatron-Core model, and of a draft model that is trained with it;
+    for workers that have `cfg`, too."""
 
     cfg: Mapping[str, Any]
+    draft_model: Any = None
+    """An EAGLE head, on the ranks of the last pipeline stage."""
 
     def list_shards(self) -> Source:
         from transformers import AutoConfig
@@ -42,7 +45,31 @@ class MegatronShardPublishing(ShardPublishing):
 
         config = AutoConfig.from_pretrained(self.cfg["model_name"]).to_dict()
         names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
-        return from_megatron(self.model, names, roles=make_overrides(self.rollway_roles))
+        roles = make_overrides(self.rollway_roles)
+        # NeMo-RL attaches the draft model to the policy, so that one optimizer has both.
+        held = from_megatron(self.model, names, roles=roles, skipped="draft_model")
+        return [*held, *self._list_draft()]
+
+    def _list_draft(self) -> list[Any]:
+        """Return the draft model's tensors as NeMo-RL exports them, gathered over the ranks of its
+        stage; the first of these publishes them."""
+        if self.draft_model is None:
+            return []
+        from rollway.weights.megatron.tensors import current_position
+        from rollway.weights.sources import hold_whole
+
+        exported = importlib.import_module("nemo_rl.models.megatron.draft")
+        position = current_position()
+        is_first = position.tp == 0 and position.dp == 0
+        drafts: dict[str, Any] = self.__dict__.setdefault("_rollway_draft", {})
+        held = []
+        for name, tensor in exported.export_eagle_weights_to_hf(self.draft_model):
+            # Kept in one place: receivers may read it until the version is complete, and again at
+            # the same address in the next.
+            kept = drafts.setdefault(name, tensor.detach().clone())
+            kept.copy_(tensor)
+            held.append(hold_whole(f"{DRAFT}{name}", kept, owned_here=is_first))
+        return held
 
 
 def make_overrides(roles: Mapping[str, str]) -> dict[str, Role]:

@@ -48,6 +48,7 @@ def from_megatron(
     position: Position | None = None,
     *,
     roles: RoleOverrides | None = None,
+    skipped: str = "",
 ) -> list[HeldTensor]:
     """Return what this rank holds of a Megatron-Core model, under Hugging Face names.
 
@@ -57,6 +58,7 @@ def from_megatron(
         position: the rank's place in the parallel groups; by default that of Megatron's own
             state.
         roles: how to read parameters that Rollway does not know.
+        skipped: a module of the model that is no part of the policy, for example a draft model.
 
     Returns:
         The tensors for `Publisher.publish`.
@@ -68,7 +70,7 @@ def from_megatron(
         names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
         offer = weights.publish(step, rollway.from_megatron(model, names))
     """
-    layout, tensors = read_rank(model, names, position, roles=roles)
+    layout, tensors = read_rank(model, names, position, roles=roles, skipped=skipped)
     return [
         HeldTensor(
             shard,
@@ -86,6 +88,7 @@ def read_rank(
     position: Position | None = None,
     *,
     roles: RoleOverrides | None = None,
+    skipped: str = "",
 ) -> tuple[RankLayout, dict[str, torch.Tensor]]:
     """Return this rank's layout, for a sidecar, and its local tensors by name.
 
@@ -96,6 +99,8 @@ def read_rank(
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     for chunk in chunks:
         for name, module, tensor in _list_tensors(chunk):
+            if skipped and name.startswith(f"{skipped}."):
+                continue
             counterparts = names.hf_names(name, position)
             if not counterparts:
                 continue
