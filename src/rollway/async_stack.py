@@ -20,6 +20,7 @@ from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import Http
+from rollway.observe.record import Recorder as RunRecorder
 from rollway.orders import read_stack_secret
 from rollway.publishing import AsyncPublisher, PublisherOptions, Transport, open_for_stack
 from rollway.rollout.client import Rollouts
@@ -119,6 +120,11 @@ class Stack:
         if state is None or directory is None:
             return None
         return DriverHistory(directory, state.name, state.run_id)
+
+    @property
+    def run_recorder(self) -> RunRecorder | None:
+        """What writes this process's part of the record; None if the stack is not recorded."""
+        return None if self._history is None else self._history.recorder
 
     def close_history(self) -> None:
         """Write the rest of this process's part of the record."""

@@ -196,3 +196,20 @@ def test_workers_of_several_supervisors_are_one_list_and_no_dead_one_stays(tmp_p
         [("a", 1), ("b", 1), ("worker 77", 1)],
         [("a", None), ("b", 1), ("worker 77", 1)],  # a restarted, and is not refitted yet
     ]
+
+
+def test_following_ends_when_it_is_told_to_with_what_was_written_until_then(tmp_path: Path) -> None:
+    path = tmp_path / "driver-1-a.jsonl"
+    write(path, HEADER, event(2, "a"))
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        if len(asked) == 1:
+            with path.open("a") as file:
+                file.write(json.dumps(event(3, "b")) + "\n")
+        asked.append(len(asked) == 1)
+        return asked[-1]
+
+    entries = list(Run(tmp_path).follow(seconds=0.0, stop=stop))
+    assert [entry.get("event") for entry in entries] == [None, "a", "b"]
+    assert asked == [False, True]
