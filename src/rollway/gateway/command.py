@@ -23,6 +23,7 @@ from rollway.aio import Stack
 from rollway.errors import UsageError
 from rollway.gateway.access import Access
 from rollway.gateway.connections import raise_file_limit
+from rollway.gateway.history import record_counts
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway
 from rollway.gateway.template import Template
@@ -93,7 +94,8 @@ async def open_gateway(
                 routed_experts=options.routed_experts,
             )
             tune_collector()
-            yield stack, gateway
+            async with record_counts(recorder, stack.run_recorder):
+                yield stack, gateway
         finally:
             recorder.close()
 

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 _ERASE_SECONDS = 60.0
 _MANY_IDS = 50_000
 """Turns with more token ids are recorded in the writer thread: that takes about 10 ms."""
+_MOST_REASONS = 32
 _URGENT_BYTES = 2**20  # with fewer deleted bytes, a compaction is never urgent
 
 _Batch = list[tuple[Session, Sequence[Turn]]]
@@ -54,6 +55,10 @@ class Recorder:
         self.sessions: dict[str, Session] = {}
         self.lost = 0
         """How many lines of the journal could not be used."""
+        self.turns = 0
+        """How many turns this process has recorded."""
+        self.forks: Counter[str] = Counter()
+        """How many of them do not extend the turn before, by reason."""
         self._opened: WeakValueDictionary[str, Session] = WeakValueDictionary()
         """Recorded sessions, and those that only a request in flight refers to so far."""
         self._lock = threading.Lock()  # guards the journal and the order of turns; held for writes
@@ -210,11 +215,19 @@ class Recorder:
                 for (session, turns), part in zip(live, lines, strict=True):
                     for turn in turns:
                         session.add(turn)
+                        self._count(turn)
                     self.sessions[session.name] = session
                     size = sum(map(len, part))
                     session.size += size
                     self._live += size
             return [not session.gone for session, _ in batch]
+
+    def _count(self, turn: Turn) -> None:
+        self.turns += 1
+        if turn.forked:
+            # A reason may quote the request: the number of different ones is bounded.
+            is_known = turn.forked in self.forks or len(self.forks) < _MOST_REASONS
+            self.forks[turn.forked if is_known else "other"] += 1
 
     def _drain(self) -> None:
         """Record all waiting turns with one wait for the disk."""

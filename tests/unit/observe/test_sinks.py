@@ -1,0 +1,169 @@
+"""What sinks are given. TensorBoard's and wandb's packages are not in the test environment: a
+stand-in notes the calls. The Prometheus page is read by Prometheus' own parser."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollway.observe.metrics import list_names
+from rollway.observe.read import Run
+from rollway.observe.record import Recorder
+from rollway.observe.series import Series
+from rollway.observe.sinks import Feed
+from rollway.observe.sinks.prometheus import PrometheusFile, render_page
+from rollway.observe.sinks.tensorboard import TensorBoard
+from rollway.observe.sinks.wandb import Wandb
+from tests.waiting import wait_until
+
+REPORT = {
+    "version": 3,
+    "seconds": 2.0,
+    "paused_seconds": 0.5,
+    "workers": [{"instance_id": "1", "state": "serving", "preflight_seconds": 1.0}],
+}
+ROLLOUTS = {
+    "seconds": 2.0,
+    "count": 4,
+    "tokens": 100,
+    "prompt_tokens": 50,
+    "cached_tokens": 25,
+    "latency": {"p50": 1.0, "p95": 2.0, "p99": 2.0},
+    "retries": {"status 503": 2},
+    "not_believed": 1,
+    "versions": {"3": 100},
+}
+
+
+def write_run(directory: Path) -> None:
+    recorder = Recorder(directory, "driver")
+    row = {"instance": "1", "state": "ready", "restarts": 1}
+    workers = [
+        {**row, "name": "a", "version": 3, "role": "prefill"},
+        {**row, "name": "b", "version": 1, "role": "decode"},
+    ]
+    recorder.write("workers", workers=workers)
+    recorder.write("refit", began=1.0, report=REPORT, outcome="ok", transport="shm", bytes=10)
+    recorder.write("rollouts", **ROLLOUTS)
+    recorder.write("rollouts", **ROLLOUTS)
+    recorder.write("mismatch", version=3, k3=1e-4)
+    recorder.write("sample", values={"vllm:num_requests_running": {"worker=a": 2}})
+    recorder.write("forks", reason="edited", count=2)
+    recorder.write("gateway", sessions=3, turns=9)
+    recorder.write("trainer", step=7, seconds=5.0, parts={"train": 4.0, "paused": 1.0})
+    recorder.close()
+
+
+def read_values(directory: Path) -> dict[str, dict[str, float]]:
+    series = Series()
+    for entry in Run(directory).read():
+        series.add(entry)
+    return series.values
+
+
+def test_every_value_has_a_name_of_the_table(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    values = read_values(tmp_path)
+    assert set(values) <= set(list_names())
+    assert values["rollway_version_spread"] == {"": 2.0}
+    assert values["rollway_tokens_total"] == {"": 200}
+    assert values["rollway_tokens_per_second"] == {"": 50.0}
+    assert values["rollway_cached_share"] == {"": 0.5}
+    assert values["rollway_retries_total"] == {"cause=status 503": 4}
+    assert values["rollway_answers_not_believed_total"] == {"": 2}
+    assert values["rollway_refit_transfer_seconds"] == {"transport=shm": 1.0}
+    assert values["rollway_mismatch_k3"] == {"version=3": 1e-4}
+    assert values["rollway_step_part_seconds"] == {"part=train": 4.0, "part=paused": 1.0}
+
+
+def test_the_page_is_what_prometheus_reads(tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    write_run(tmp_path)
+    values = {**read_values(tmp_path), "rollway_restarts_total": {'worker=a"\\b\n': 1.0}}
+    page = render_page(values, "policy")
+    families = list(parser.text_string_to_metric_families(page))
+    samples = [sample for family in families for sample in family.samples]
+    assert all(sample.labels["stack"] == "policy" for sample in samples)
+    spread = [sample for sample in samples if sample.name == "rollway_version_spread"]
+    assert spread[0].value == 2.0
+    (restarts,) = [sample for sample in samples if sample.name == "rollway_restarts_total"]
+    assert restarts.labels["worker"] == 'a"\\b\n'
+
+
+class Broken:
+    name = "a broken tool"
+
+    def update(self, values: object) -> None:
+        raise RuntimeError("no room")
+
+    def end_step(self, step: int, values: object) -> None:
+        raise RuntimeError("no room")
+
+    def close(self) -> None:
+        raise RuntimeError("no room")
+
+
+def test_a_sink_that_fails_is_named_once_and_the_others_go_on(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    recorder = Recorder(tmp_path / "run", "driver")
+    page = tmp_path / "metrics.prom"
+    feed = Feed(tmp_path / "run", [Broken(), PrometheusFile(page)], recorder)
+    wait_until(page.exists)
+    assert "rollway_step 7" in page.read_text()
+    recorder.event("more")
+    feed.close()
+    recorder.close()
+    events = [entry for entry in Run(tmp_path / "run").read() if entry["kind"] == "event"]
+    (failure,) = [e for e in events if e["event"] == "sink failed"]
+    assert failure["detail"] == "a broken tool gets no more metrics: RuntimeError: no room"
+    assert not page.exists()
+
+
+def test_tools_get_every_metric_once_with_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    class Writer:
+        def __init__(self, directory: str) -> None:
+            calls.append(directory)
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            calls.append((tag, value, step))
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    logged: list[tuple[dict[str, float], bool]] = []
+    run = SimpleNamespace(
+        log=lambda values, commit: logged.append((values, commit)),
+        finish=lambda: logged.append(({}, False)),
+    )
+    modes: list[str | None] = []
+
+    def init(project: str, dir: str, mode: str | None) -> Any:
+        modes.append(mode)
+        return run
+
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None, init=init))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    write_run(tmp_path / "run")
+    with Feed(tmp_path / "run", [TensorBoard(tmp_path / "tb"), Wandb("rl", tmp_path)]):
+        pass
+    assert ("rollway_version_spread", 2.0, 7) in calls and calls[-1] == "closed"
+    assert ("vllm:num_requests_running/worker=a", 2, 7) in calls
+    assert modes == ["offline"]
+    (values, is_committed), _ = logged
+    assert is_committed and values["rollway_step"] == 7
+    assert values["rollway_mismatch_k3/version=3"] == 1e-4
