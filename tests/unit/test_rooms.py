@@ -26,6 +26,7 @@ ORDER = [
     "api",
     "aio",
     "__init__",
+    "observe",
     "gateway",
     "integrations demo",
     "chaos",

@@ -1,0 +1,1 @@
+"""What a stack does, recorded, and shown: see docs/observe.md."""
