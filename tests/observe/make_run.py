@@ -95,11 +95,13 @@ class MadeRun:
             at = t + 2.0 * tick
             alive = [name for name in self.names if self.states[name] == "ready"]
             values = {
-                "vllm_num_requests_running": {n: rng.randint(8, 24) for n in alive},
-                "vllm_num_requests_waiting": {n: rng.randint(0, 3) for n in alive},
-                "vllm_kv_cache_usage": {n: rng.uniform(0.3, 0.8) for n in alive},
-                "vllm_prefix_cache_queries_per_second": dict.fromkeys(alive, 4000.0),
-                "vllm_prefix_cache_hits_per_second": {n: rng.uniform(2400, 3400) for n in alive},
+                "vllm:num_requests_running": {n: rng.randint(8, 24) for n in alive},
+                "vllm:num_requests_waiting": {n: rng.randint(0, 3) for n in alive},
+                "vllm:kv_cache_usage_perc": {n: rng.uniform(0.3, 0.8) for n in alive},
+                "vllm:prefix_cache_queries_total_per_second": dict.fromkeys(alive, 4000.0),
+                "vllm:prefix_cache_hits_total_per_second": {
+                    n: rng.uniform(2400, 3400) for n in alive
+                },
             }
             labelled = {m: {f"worker={n}": v for n, v in by.items()} for m, by in values.items()}
             yield "sampler", {"kind": "sample", "t": at + 0.1, "values": labelled}

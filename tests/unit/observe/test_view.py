@@ -199,19 +199,35 @@ def test_the_last_fifty_refits_are_kept() -> None:
 
 def test_a_worker_that_is_no_longer_sampled_is_a_gap_and_not_a_zero() -> None:
     sample = {"kind": "sample", "t": T + 1, "values": {
-        "vllm_num_requests_running": {"worker=a": 3, "worker=b": 4}}}  # fmt: skip
+        "vllm:num_requests_running": {"worker=a": 3, "worker=b": 4}}}  # fmt: skip
     later = {"kind": "sample", "t": T + 30, "values": {
-        "vllm_num_requests_running": {"worker=a": 5}}}  # fmt: skip
+        "vllm:num_requests_running": {"worker=a": 5}}}  # fmt: skip
     view = see(make_workers(T, a=1, b=1), sample, later)
     assert [row["load"] for row in view.get_sections()["fleet"]] == [5, None]
 
 
 def test_workers_of_two_supervisors_are_one_fleet() -> None:
-    first = {**make_workers(T, a=1, b=1), "source": "x"}
-    second = {**make_workers(T, c=1), "source": "y"}
-    second["workers"][0]["instance"] = "77"
-    view = see(first, second, {**make_workers(T + 1, a=1), "source": "x"})
+    first, second = make_workers(T, a=1, b=1), make_workers(T, c=1)
+    for node, entry in (("10.0.0.1", first), ("10.0.0.2", second)):
+        for worker in entry["workers"]:
+            worker["node"] = node
+    view = see(first, second)
+    assert [row["name"] for row in view.get_sections()["fleet"]] == ["a", "b", "c"]
+    view.add({**first, "workers": first["workers"][:1]})
     assert [row["name"] for row in view.get_sections()["fleet"]] == ["a", "c"]
+
+
+def test_a_driver_knows_versions_and_supervisors_know_processes() -> None:
+    """The rows are the supervisor's; without one, as with an attached stack, the driver's."""
+    told = {**make_workers(T, x=4, y=4), "process": "driver"}
+    view = see(told)
+    assert [row["version"] for row in view.get_sections()["fleet"]] == [4, 4]
+    view.add({**make_workers(T + 1, a=None, b=None), "process": "supervisor"})
+    fleet = view.get_sections()["fleet"]
+    assert [(row["name"], row["version"]) for row in fleet] == [("a", 4), ("b", 4)]
+    view.add({**make_workers(T + 2, x=5, y=4), "process": "driver"})
+    fleet = view.get_sections()["fleet"]
+    assert [(row["name"], row["version"]) for row in fleet] == [("a", 5), ("b", 4)]
 
 
 def test_instance_ids_stay_text() -> None:
@@ -220,9 +236,8 @@ def test_instance_ids_stay_text() -> None:
 
 
 def test_the_end_is_told_and_a_new_start_takes_it_back() -> None:
-    view = see(
-        {"kind": "event", "t": T, "event": "start"}, {"kind": "event", "t": T + 9, "event": "stop"}
-    )
+    start, stop = {"kind": "event", "event": "start"}, {"kind": "event", "event": "stop"}
+    view = see({**start, "t": T}, {**stop, "t": T + 9})
     assert view.get_sections()["run"]["ended"] == T + 9
     view.add({**start, "t": T + 10})
     assert view.get_sections()["run"]["ended"] is None
@@ -266,7 +281,7 @@ NAMES = ["t", "event", "worker", "instance", "detail", "refit", "step", "began",
          "cached_tokens", "first_token", "lengths", "retries", "cut", "versions", "version", "k1",
          "k3", "max", "reason", "sessions", "parts", "workers", "name", "state", "schema", "stack",
          "p50", "instance_id", "steps", "paused_seconds", "update_seconds", "source",
-         "vllm_num_requests_running", "worker=a"]  # fmt: skip
+         "vllm:num_requests_running", "worker=a"]  # fmt: skip
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20),
     st.sampled_from(["ready", "serving", "ok", "\u202e<script>", "9" * 400, "stop", "pause"]),

@@ -63,7 +63,7 @@ def judge_exact(
         return Verdict(
             "exact", "bad", _count(foreign_tokens, "token"), "no token of a version unknown here",
             "Answers were accepted with a version that no worker of this run had.",
-            "rollway_rollout_tokens_total",
+            "rollway_version_tokens_total",
         )  # fmt: skip
     metric = "rollway_mismatch_k3"
     if k3 is None:
@@ -84,7 +84,7 @@ def judge_fresh(
 ) -> Verdict:
     """Judge whether every serving worker has the newest weights; `versions` has one per worker."""
     threshold = f"spread 0, red after {FRESH_SECONDS:g} s outside a refit"
-    metric = "rollway_weight_version_spread"
+    metric = "rollway_version_spread"
     if not versions:
         return Verdict(
             "fresh", "unknown", "–", threshold, "No worker has been recorded yet.", metric
@@ -116,7 +116,7 @@ def judge_fresh(
 def judge_cached(prompt_tokens: float, cached_tokens: float) -> Verdict:
     """Judge the share of prompt tokens that needed no prefill."""
     threshold = f"at least {CACHED_GOOD:.0%}, red below {CACHED_WARN:.0%}"
-    metric = "rollway_cached_token_share"
+    metric = "rollway_cached_share"
     if not prompt_tokens:
         sentence = "No prompt has been counted in the last minutes."
         return Verdict("cached", "unknown", "–", threshold, sentence, metric)
@@ -133,7 +133,7 @@ def judge_cached(prompt_tokens: float, cached_tokens: float) -> Verdict:
 def judge_busy(share: float | None, wait: float, paused: float, has_steps: bool) -> Verdict:
     """Judge the share of the wall time that was neither a wait of the trainer nor a pause."""
     threshold = f"at least {BUSY_GOOD:.0%}, red below {BUSY_WARN:.0%}"
-    metric = "rollway_busy_share"
+    metric = "rollway_step_part_seconds"
     if share is None:
         sentence = "Neither a training step nor a refit has been recorded yet."
         return Verdict("busy", "unknown", "–", threshold, sentence, metric)

@@ -18,7 +18,7 @@ from rollway.observe.dash.fields import (
 SERVING = ("ready", "serving")
 STALE_SECONDS = 15.0
 """A sampled value that is this much older than the newest sample is a gap."""
-_MOST_WORKERS = 1_024
+_MOST_WORKERS, _MOST_TOLD = 1_024, 10_000
 _STATES = {
     "exited": "exited",
     "leave": "gone",
@@ -28,11 +28,11 @@ _STATES = {
 }
 """What an event says about its worker until the next list of workers."""
 
-LOAD = "vllm_num_requests_running"
-WAITING = "vllm_num_requests_waiting"
-KV = "vllm_kv_cache_usage"
-HITS = "vllm_prefix_cache_hits_per_second"
-QUERIES = "vllm_prefix_cache_queries_per_second"
+LOAD = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+KV = "vllm:kv_cache_usage_perc"
+HITS = "vllm:prefix_cache_hits_total_per_second"
+QUERIES = "vllm:prefix_cache_queries_total_per_second"
 _COLUMNS = {LOAD: "load", WAITING: "waiting", KV: "kv"}
 
 
@@ -44,6 +44,7 @@ class Workers:
         self.behind_since: float | None = None
         """Since when not every serving worker has the newest version."""
         self._rows: dict[str, dict[str, Any]] = {}
+        self._told: dict[str, int] = {}
         self._sampled: dict[str, dict[str, tuple[float, float]]] = {}
         self._last_sample = float("-inf")
 
@@ -51,21 +52,33 @@ class Workers:
         return len(self._rows)
 
     def add_list(self, entry: Mapping[str, Any], t: float) -> None:
-        """Take a list of workers. Each process lists its own; one that its process no longer lists
-        is gone."""
-        source = get_text(entry.get("source"), 200)
-        listed = set()
-        for fields in map(get_mapping, get_list(entry.get("workers"))):
-            name, instance = get_text(fields.get("name"), 100), get_text(fields.get("instance"), 40)
-            row = self._find(name, instance)
-            if row is None:
-                if not (name or instance) or len(self._rows) >= _MOST_WORKERS:
-                    continue
-                row = {"name": name or instance, "last_event": "", "last_event_at": None}
-                self._rows[row["name"]] = row
-            listed.add(row["name"])
+        """Take a list of workers. A supervisor knows the processes of its node, and lists all of
+        them; a driver knows versions."""
+        listed = [get_mapping(fields) for fields in get_list(entry.get("workers"))]
+        is_driver = get_text(entry.get("process"), 40) == "driver"
+        for fields in listed:
+            version, instance = get_version(fields.get("version")), _get_instance(fields)
+            self.add_version(version)
+            if version is not None and instance and len(self._told) < _MOST_TOLD:
+                self._told[instance] = version
+        if is_driver and any(not row["by_driver"] for row in self._rows.values()):
+            for row in self._rows.values():
+                row["version"] = self._told.get(row["instance"], row["version"])
+        else:
+            self._put_rows(listed, is_driver)
+        self._watch(t)
+
+    def _put_rows(self, listed: list[Mapping[str, Any]], is_driver: bool) -> None:
+        names, nodes = set(), set()
+        for fields in listed:
+            instance = _get_instance(fields)
+            name = get_text(fields.get("name"), 100) or instance
+            if not name or (name not in self._rows and len(self._rows) >= _MOST_WORKERS):
+                continue
+            row = self._rows.setdefault(name, {"last_event": "", "last_event_at": None})
             row |= {
-                "source": source,
+                "name": name,
+                "by_driver": is_driver,
                 "instance": instance,
                 "node": get_text(fields.get("node"), 100),
                 "role": get_text(fields.get("role"), 40),
@@ -75,12 +88,15 @@ class Workers:
                 "restarts": get_count(fields.get("restarts")),
                 "pid": get_count(fields.get("pid")) or None,
             }
-            self.add_version(row["version"])
+            if row["version"] is None and row["state"] in SERVING:
+                row["version"] = self._told.get(instance)
+            names.add(name)
+            nodes.add(row["node"])
         for row in list(self._rows.values()):
-            if row["source"] == source and row["name"] not in listed:
+            is_superseded = row["by_driver"] and not is_driver
+            if row["name"] not in names and (is_superseded or row["node"] in nodes):
                 del self._rows[row["name"]]
                 self._sampled.pop(row["name"], None)
-        self._watch(t)
 
     def add_event(self, name: str, worker: str, instance: str, t: float) -> None:
         row = self._find(worker, instance)
@@ -163,3 +179,7 @@ class Workers:
             self.behind_since = None
         elif self.behind_since is None:
             self.behind_since = t
+
+
+def _get_instance(fields: Mapping[str, Any]) -> str:
+    return get_text(fields.get("instance"), 40)
