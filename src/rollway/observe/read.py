@@ -1,0 +1,315 @@
+"""Read recorded runs: all entries in the order of time, or those that are new.
+
+    run = Run(directory)
+    for entry in run.read(): …            # what is there now
+    for entry in run.follow(): …          # that, and what comes, also of files that appear later
+
+A run directory comes from anywhere: a colleague, a crashed disk, a newer Rollway. So every line is
+checked against the shape of its kind (rollway.observe.shapes), and a line that does not fit is
+counted in `Run.problems` and left out. The last line of a file may be half written; it counts once
+it ends. Each entry also gets `process`, from the header of its file, and its times are on the clock
+of the node of the stack's services. Memory is bounded: one line of each file, and a few hundred
+entries that are put in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import math
+import os
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from rollway.observe.record import SCHEMA, Entry
+from rollway.observe.shapes import SHAPES
+from rollway.observe.thinning import SEGMENT
+
+LARGEST_LINE = 32 << 20
+"""A refit's report of 4,096 workers has 8 MB."""
+MOST_ENTRIES = 5_000
+"""How many entries one `Follower.poll` returns."""
+_CHUNK = 1 << 18
+_WINDOW = 256
+"""How many lines of a file may be out of order."""
+_LATEST = 1e11
+
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+_KIND = msgspec.json.Decoder(_Kind)
+_DECODERS = {kind: msgspec.json.Decoder(shape) for kind, shape in SHAPES.items()}
+
+
+def decode(line: bytes) -> Entry | str:
+    """Return the entry of a line, or why it is none: `unknown kind` or `damaged`."""
+    try:
+        kind = _KIND.decode(line).kind
+        decoder = _DECODERS.get(kind)
+        if decoder is None:
+            return "unknown kind"
+        entry: Entry = decoder.decode(line)
+    except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+        return "damaged"
+    if not (math.isfinite(entry["t"]) and 0 <= entry["t"] < _LATEST):
+        return "damaged"
+    return {"kind": kind, **entry}
+
+
+class Run:
+    """One run directory.
+
+    Example:
+        for entry in Run(directory).read():
+            print(entry["t"], entry["kind"])
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.problems: Counter[str] = Counter()
+        """How many lines were left out, by reason: `damaged`, `unknown kind` (of a newer schema),
+        `too long`."""
+        self.newest_schema = 0
+        """The highest schema that a header names; above `SCHEMA`, a newer Rollway wrote it."""
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether a newer Rollway wrote a part of this run."""
+        return self.newest_schema > SCHEMA
+
+    def read(self) -> Iterator[Entry]:
+        """Yield all entries that are there now, in the order of time."""
+        fill = _VersionFill()
+        chains = [self._read_chain(files) for files in _list_chains(self.directory)]
+        for entry in heapq.merge(*chains, key=_get_time):
+            yield fill(entry)
+
+    def follow(
+        self,
+        *,
+        seconds: float = 0.5,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Entry]:
+        """Yield all entries, then new ones as they come, until `stop` returns True.
+
+        Those that are there at the start come in the order of time; later ones as they are found.
+        Use `follower` in an event loop."""
+        follower = self.follower()
+        while True:
+            is_last = stop()  # before the poll, so that what was written until then is read
+            entries = follower.poll()
+            yield from entries
+            if len(entries) < MOST_ENTRIES:
+                if is_last:
+                    return
+                time.sleep(seconds)
+
+    def follower(self) -> Follower:
+        """Return a reader of this run that can be asked for new entries again and again."""
+        return Follower(self)
+
+    def _read_chain(self, files: list[Path]) -> Iterator[Entry]:
+        """Yield the entries of the files of one process, nearly in order of time, put in order."""
+        window: list[tuple[float, int, Entry]] = []
+        number = 0
+        for path in files:
+            tail = Tail(path, self)
+            while lines := tail.read_entries(_WINDOW):
+                for entry in lines:
+                    number += 1
+                    heapq.heappush(window, (entry["t"], number, entry))
+                    if len(window) > _WINDOW:
+                        yield heapq.heappop(window)[2]
+        while window:
+            yield heapq.heappop(window)[2]
+
+
+class Follower:
+    """Reads what is new in a run.
+
+    Example:
+        follower = Run(directory).follower()
+        while True:
+            entries = await asyncio.to_thread(follower.poll)
+            …
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._tails: dict[Path, Tail] = {}
+        self._fill = _VersionFill()
+
+    def poll(self, most: int = MOST_ENTRIES) -> list[Entry]:
+        """Return up to `most` entries that were not returned before, in the order of time.
+
+        A file that is far ahead in time does not overtake the others: each poll returns nothing
+        later than what a file with more lines to read has reached."""
+        for path in _list_files(self._run.directory):
+            if path not in self._tails:
+                self._tails[path] = Tail(path, self._run)
+        share = max(1, most // max(1, len(self._tails)))
+        reached = math.inf
+        for tail in self._tails.values():
+            tail.fill(share)
+            if len(tail.waiting) >= share:
+                reached = min(reached, tail.waiting[-1]["t"])
+        entries: list[Entry] = []
+        for tail in self._tails.values():
+            entries += tail.take(reached)
+        entries.sort(key=_get_time)
+        return [self._fill(entry) for entry in entries]
+
+
+class Tail:
+    """One file, read from its beginning to where it ends now; later calls read on."""
+
+    def __init__(self, path: Path, run: Run) -> None:
+        self.waiting: list[Entry] = []
+        """Entries that were read and not taken yet."""
+        self._path = path
+        self._run = run
+        self._inode = 0
+        self._place = 0
+        self._rest = b""
+        self._lines: list[bytes] = []
+        self._skips = False
+        self._process = ""
+        self._offset = 0.0
+        self._has_ended = False
+        """A file of samples that was thinned had been read to its end: it is an old one."""
+
+    def fill(self, most: int) -> None:
+        """Read until `most` entries wait, or until the file ends."""
+        while len(self.waiting) < most:
+            entries = self.read_entries(most - len(self.waiting))
+            if not entries:
+                return
+            self.waiting += entries
+
+    def take(self, until: float) -> list[Entry]:
+        """Return the waiting entries that are not later than `until`."""
+        taken = [entry for entry in self.waiting if entry["t"] <= until]
+        self.waiting = [entry for entry in self.waiting if entry["t"] > until]
+        return taken
+
+    def read_entries(self, most: int) -> list[Entry]:
+        """Return up to `most` entries; none at the present end of the file."""
+        entries: list[Entry] = []
+        while len(entries) < most:
+            if not self._lines and not self._read_chunk():
+                break
+            while self._lines and len(entries) < most:
+                entry = self._read_line(self._lines.pop())
+                if entry is not None:
+                    entries.append(entry)
+        return entries
+
+    def _read_chunk(self) -> bool:
+        """Read a piece of the file and cut it into lines; return False at its end."""
+        if self._has_ended:
+            return False
+        try:
+            # Without O_NONBLOCK, opening a named pipe waits for a writer. A link could lead out.
+            handle = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # it was removed, or may not be read
+            return False
+        try:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                return False
+            if self._inode not in (0, status.st_ino) and SEGMENT.search(self._path.name):
+                self._has_ended = True
+                return False
+            if status.st_ino != self._inode or status.st_size < self._place:
+                self._inode, self._place, self._rest = status.st_ino, 0, b""
+            chunk = os.pread(handle, _CHUNK, self._place)
+        except OSError:  # a damaged disk
+            return False
+        finally:
+            os.close(handle)
+        self._place += len(chunk)
+        self._cut(chunk)
+        return bool(chunk)
+
+    def _cut(self, chunk: bytes) -> None:
+        first, *others = chunk.split(b"\n")
+        if others:
+            *whole, rest = others
+            self._lines = [*reversed(whole), self._rest + first]
+            if self._skips:  # the end of a line that was too long
+                self._lines.pop()
+                self._skips = False
+            self._rest = rest
+        elif not self._skips:
+            self._rest += first
+        if len(self._rest) > LARGEST_LINE:
+            self._run.problems["too long"] += 1
+            self._rest, self._skips = b"", True
+
+    def _read_line(self, line: bytes) -> Entry | None:
+        if not line.strip():
+            return None
+        entry = decode(line)
+        if isinstance(entry, str):
+            self._run.problems[entry] += 1
+            return None
+        if entry["kind"] == "header":
+            self._run.newest_schema = max(self._run.newest_schema, entry["schema"])
+            offset = entry.get("clock", {}).get("offset", 0.0)
+            self._offset = float(offset) if abs(offset) < _LATEST else 0.0
+            self._process = entry["process"]
+        entry["process"] = self._process
+        entry["t"] += self._offset
+        if "began" in entry:
+            entry["began"] += self._offset
+        return entry
+
+
+class _VersionFill:
+    """Adds the versions that drivers recorded to the workers that a supervisor recorded, which
+    knows none."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str | None, int | None] = {}
+
+    def __call__(self, entry: Entry) -> Entry:
+        if entry["kind"] != "workers":
+            return entry
+        if entry["process"] == "supervisor":
+            for worker in entry["workers"]:
+                worker["version"] = self._versions.get(worker["instance"])
+        else:
+            self._versions = {
+                worker["instance"]: worker.get("version") for worker in entry["workers"]
+            }
+        return entry
+
+
+def _get_time(entry: Entry) -> float:
+    time_of_entry: float = entry["t"]
+    return time_of_entry
+
+
+def _list_files(directory: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return sorted(path for path in directory.iterdir() if path.name.endswith(".jsonl"))
+    return []
+
+
+def _list_chains(directory: Path) -> list[list[Path]]:
+    """Return the files by what can be read one after the other: each main file alone, and the
+    files of samples of each process."""
+    chains: dict[str, list[Path]] = {}
+    for path in _list_files(directory):
+        match = SEGMENT.search(path.name)
+        chains.setdefault(f"{path.name[: match.start()]}.s" if match else path.name, []).append(
+            path
+        )
+    return list(chains.values())

@@ -1,0 +1,174 @@
+"""A run directory comes from anywhere: no line of it can make a reader fail."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollway.observe import read
+from rollway.observe.read import Run, decode
+from rollway.observe.shapes import SHAPES
+
+HEADER = {"kind": "header", "schema": 1, "t": 1.0, "process": "driver", "clock": {"offset": 0}}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+KINDS = st.sampled_from([*SHAPES, "new kind"])
+FIELDS = st.sampled_from(
+    sorted({field for shape in SHAPES.values() for field in shape.__annotations__})
+)
+
+
+def write(path: Path, *entries: dict[str, Any], end: str = "\n") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(json.dumps(entry) for entry in entries) + end)
+
+
+def event(t: float, name: str) -> dict[str, Any]:
+    return {"kind": "event", "t": t, "event": name, "detail": ""}
+
+
+def names(run: Run) -> list[str]:
+    return [entry["event"] for entry in run.read() if entry["kind"] == "event"]
+
+
+@given(st.binary() | st.text().map(str.encode) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_any_line_is_an_entry_or_a_reason(line: bytes) -> None:
+    assert isinstance(decode(line), dict | str)
+
+
+@given(KINDS, st.dictionaries(FIELDS, JSON))
+def test_an_entry_has_the_fields_of_its_kind(kind: str, fields: dict[str, Any]) -> None:
+    entry = decode(json.dumps({**fields, "kind": kind}).encode())
+    if isinstance(entry, dict):
+        shape = SHAPES[entry["kind"]]
+        assert shape.__required_keys__ <= entry.keys() <= {"kind", *shape.__annotations__}
+        assert isinstance(entry["t"], float)
+
+
+@given(data=st.data())
+def test_a_damaged_file_loses_only_damaged_lines(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("run")
+    lines = [json.dumps(HEADER).encode()]
+    good = []
+    for number in range(data.draw(st.integers(0, 8))):
+        if data.draw(st.booleans()):
+            good.append(str(number))
+            lines.append(json.dumps(event(float(number + 2), str(number))).encode())
+        else:
+            lines.append(data.draw(st.binary()).replace(b"\n", b""))
+    torn = data.draw(st.sampled_from([b"", b'{"kind":"event","t":9,"ev']))
+    (directory / "driver-1-a.jsonl").write_bytes(b"\n".join(lines) + b"\n" + torn)
+    assert [name for name in names(Run(directory)) if name in good] == good
+
+
+def test_files_are_merged_by_time_with_the_offsets_of_their_clocks(tmp_path: Path) -> None:
+    write(tmp_path / "driver-1-a.jsonl", HEADER, event(10, "a"), event(30, "c"), event(29, "late"))
+    ahead = {**HEADER, "clock": {"offset": -100.0}}
+    write(tmp_path / "supervisor-2-b.jsonl", ahead, event(120, "b"), event(140, "d"))
+    assert names(Run(tmp_path)) == ["a", "b", "late", "c", "d"]
+
+
+def test_a_newer_schema_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
+    newer = {**HEADER, "schema": 7, "more": [1]}
+    strange = {"kind": "hologram", "t": 3.0}
+    write(tmp_path / "driver-1-a.jsonl", newer, {**event(2, "a"), "colour": "red"}, strange)
+    run = Run(tmp_path)
+    entries = list(run.read())
+    assert entries[-1] == {**event(2.0, "a"), "process": "driver"}
+    assert run.is_newer and run.problems == {"unknown kind": 1}
+
+
+def test_what_is_no_file_of_a_run_is_left_alone(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    write(secret, HEADER, event(2, "secret"))
+    directory = tmp_path / "run"
+    write(directory / "driver-1-a.jsonl", HEADER, event(2, "a"))
+    (directory / "link.jsonl").symlink_to(secret)
+    (directory / "folder.jsonl").mkdir()
+    os.mkfifo(directory / "pipe.jsonl")
+    (directory / "empty.jsonl").write_bytes(b"")
+    assert names(Run(directory)) == ["a"]
+    assert [e["kind"] for e in Run(directory).follower().poll()] == ["header", "event"]
+    assert names(Run(tmp_path / "nowhere")) == []
+
+
+def test_a_line_that_is_too_long_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "LARGEST_LINE", 1 << 19)
+    long = {**event(2, "long"), "detail": "x" * (1 << 20)}
+    write(tmp_path / "driver-1-a.jsonl", HEADER, long, event(3, "after"))
+    run = Run(tmp_path)
+    assert names(run) == ["after"]
+    assert run.problems == {"too long": 1}
+
+
+def test_a_follower_sees_each_entry_once_also_of_files_that_appear_later(tmp_path: Path) -> None:
+    path = tmp_path / "driver-1-a.jsonl"
+    write(path, HEADER, event(2, "a"))
+    follower = Run(tmp_path).follower()
+    assert [e.get("event") for e in follower.poll()] == [None, "a"]
+    assert follower.poll() == []
+    with path.open("a") as file:
+        file.write(json.dumps(event(3, "b"))[:20])
+        file.flush()
+        assert follower.poll() == []  # half a line
+        file.write(json.dumps(event(3, "b"))[20:] + "\n")
+    write(tmp_path / "driver-2-b.jsonl", HEADER, event(2.5, "other"))
+    assert [e.get("event") for e in follower.poll()] == [None, "other", "b"]
+
+
+def test_a_follower_of_a_long_run_returns_it_in_order_a_part_at_a_time(tmp_path: Path) -> None:
+    for process in range(3):
+        entries = [event(10 + number * 3 + process, "x") for number in range(1_000)]
+        write(tmp_path / f"driver-{process}-a.jsonl", HEADER, *entries)
+    follower = Run(tmp_path).follower()
+    times: list[float] = []
+    while entries := follower.poll(300):
+        assert len(entries) <= 300
+        times += [entry["t"] for entry in entries]
+    assert times == sorted(times) and len(times) == 3 * 1_001
+
+
+def test_a_file_that_was_thinned_while_it_was_followed_repeats_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "sampler-1-a.s000001.jsonl"
+    write(path, HEADER, *(event(float(number), str(number)) for number in range(2, 6)))
+    follower = Run(tmp_path).follower()
+    follower.poll()
+    scratch = tmp_path / "scratch"
+    write(scratch, HEADER, *(event(float(number), str(number)) for number in (2, 4)))
+    scratch.replace(path)
+    write(tmp_path / "sampler-1-a.s000002.jsonl", HEADER, event(6.0, "6"))
+    assert [entry.get("event") for entry in follower.poll()] == [None, "6"]
+
+
+def test_workers_of_a_supervisor_get_the_versions_that_a_driver_recorded(tmp_path: Path) -> None:
+    def workers(t: float, *versions: int | None) -> dict[str, Any]:
+        rows = [
+            {"name": f"w{number}", "instance": str(number), "state": "ready", "version": version}
+            for number, version in enumerate(versions)
+        ]
+        return {"kind": "workers", "t": t, "workers": rows}
+
+    write(tmp_path / "driver-1-a.jsonl", HEADER, workers(3, 4, 4), workers(5, None, 5))
+    supervisor = {**HEADER, "process": "supervisor"}
+    write(
+        tmp_path / "supervisor-1-a.jsonl", supervisor, *(workers(t, None, None) for t in (2, 4, 6))
+    )
+    versions = [
+        [worker["version"] for worker in entry["workers"]]
+        for entry in Run(tmp_path).read()
+        if entry["kind"] == "workers"
+    ]
+    assert versions == [[None, None], [4, 4], [4, 4], [None, 5], [None, 5]]
