@@ -27,7 +27,6 @@ ORDER = [
     "api",
     "aio",
     "__init__",
-    "observe",
     "gateway",
     "observe.dash",
     "integrations demo",
