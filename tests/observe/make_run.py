@@ -36,7 +36,17 @@ class MadeRun:
         self.states = dict.fromkeys(self.names, "ready")
         self.restarts = dict.fromkeys(self.names, 0)
 
-    def write_workers(self, t: float) -> Entry:
+    def list_versions(self, t: float) -> Entry:
+        """Return what a driver knows of the workers: their versions."""
+        rows = [
+            {"name": name, "instance": self.instances[name], "state": "serving",
+             "version": self.versions[name]}
+            for name in self.names
+        ]  # fmt: skip
+        return {"kind": "workers", "t": t, "workers": rows}
+
+    def list_workers(self, t: float) -> Entry:
+        """Return what a supervisor knows of the workers: all but their versions."""
         rows = [
             {
                 "name": name,
@@ -44,7 +54,6 @@ class MadeRun:
                 "node": f"10.0.0.{1 + i // 8}",
                 "role": "worker",
                 "state": self.states[name],
-                "version": self.versions[name],
                 "restarts": self.restarts[name],
                 "pid": 4000 + i,
                 "model": "tiny",
@@ -71,7 +80,8 @@ class MadeRun:
         for name in self.names:
             fields = {"worker": name, "instance": self.instances[name], "detail": "in 1.2 s"}
             yield "supervisor", {"kind": "event", "t": began + 1.2, "event": "ready", **fields}
-        yield "supervisor", self.write_workers(began + 1.3)
+        yield "supervisor", self.list_workers(began + 1.3)
+        yield "driver", self.list_versions(began + 1.4)
 
     def stop(self, t: float) -> tuple[str, Entry]:
         return "supervisor", {"kind": "event", "t": t, "event": "stop", "detail": "rollway down"}
@@ -173,7 +183,7 @@ class MadeRun:
              "bytes": 520_000_000, "report": report, "outcome": "failed" if fails else "ok",
              "error": f"Not every worker is on version {version}." if fails else None},
         )  # fmt: skip
-        yield "supervisor", self.write_workers(t + longest + 0.02)
+        yield "driver", self.list_versions(t + longest + 0.02)
 
     def kill(self, t: float, number: int = -1) -> Iterator[tuple[str, Entry]]:
         """Yield the death of a worker, its restart, and its return on the newest version."""
@@ -182,15 +192,16 @@ class MadeRun:
         fields = {"worker": name, "instance": old}
         self.states[name], self.versions[name] = "exited", None
         yield "supervisor", {"kind": "event", "t": t, "event": "exited", "detail": "-9", **fields}
-        yield "supervisor", self.write_workers(t + 0.01)
+        yield "supervisor", self.list_workers(t + 0.01)
         self.states[name], self.restarts[name] = "starting", self.restarts[name] + 1
         yield "supervisor", {"kind": "event", "t": t + 0.2, "event": "restart", **fields}
-        yield "supervisor", self.write_workers(t + 0.21)
+        yield "supervisor", self.list_workers(t + 0.21)
         self.instances[name] = str(int(old) + 1000)
         self.states[name], self.versions[name] = "ready", version
         fields = {"worker": name, "instance": self.instances[name]}
         yield "supervisor", {"kind": "event", "t": t + 2.0, "event": "ready", **fields}
-        yield "supervisor", self.write_workers(t + 2.01)
+        yield "supervisor", self.list_workers(t + 2.01)
+        yield "driver", self.list_versions(t + 2.02)
 
 
 def make_header(t: float, process: str, pid: int) -> Entry:

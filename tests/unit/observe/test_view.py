@@ -28,7 +28,8 @@ def see(*entries: object) -> View:
 
 
 def see_run(workers: int = 4, seconds: float = 300.0) -> View:
-    return see(*(entry for _, entry in MadeRun(workers).run(T, seconds)))
+    pairs = MadeRun(workers).run(T, seconds)
+    return see(*({**entry, "process": process} for process, entry in pairs))  # as a reader does
 
 
 def answer(view: View, name: str) -> dict[str, Any]:

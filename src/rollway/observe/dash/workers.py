@@ -45,6 +45,8 @@ class Workers:
         """Since when not every serving worker has the newest version."""
         self._rows: dict[str, dict[str, Any]] = {}
         self._told: dict[str, int] = {}
+        self._early: dict[str, dict[str, Any]] = {}
+        """The last events of workers that no list has had yet."""
         self._sampled: dict[str, dict[str, tuple[float, float]]] = {}
         self._last_sample = float("-inf")
 
@@ -75,7 +77,10 @@ class Workers:
             name = get_text(fields.get("name"), 100) or instance
             if not name or (name not in self._rows and len(self._rows) >= _MOST_WORKERS):
                 continue
-            row = self._rows.setdefault(name, {"last_event": "", "last_event_at": None})
+            if name not in self._rows:
+                nothing = {"last_event": "", "last_event_at": None}
+                self._rows[name] = self._early.pop(name, nothing)
+            row = self._rows[name]
             row |= {
                 "name": name,
                 "by_driver": is_driver,
@@ -101,6 +106,8 @@ class Workers:
     def add_event(self, name: str, worker: str, instance: str, t: float) -> None:
         row = self._find(worker, instance)
         if row is None:
+            if worker and len(self._early) < _MOST_WORKERS:
+                self._early[worker] = {"last_event": name, "last_event_at": t}
             return
         row["last_event"], row["last_event_at"] = name, t
         row["state"] = _STATES.get(name, row["state"])
@@ -112,7 +119,10 @@ class Workers:
         """Take the workers of a refit's report, by instance."""
         for instance, report in reports.items():
             row, version = self._find("", instance), get_version(report.get("version"))
-            if row is not None and version is not None and report.get("state") == "serving":
+            if version is None or report.get("state") != "serving":
+                continue
+            self.add_version(version)
+            if row is not None:
                 row["version"] = version
         self._watch(t)
 
