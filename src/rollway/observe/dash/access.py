@@ -74,7 +74,7 @@ class Access:
         that it does not stay in the history of the browser."""
         if not self.token or not self._matches(request.query.get("token", "")):
             return None
-        response = web.HTTPFound("/")
+        response = web.Response(status=302, headers={"Location": "/"})
         response.set_cookie(
             get_cookie_name(request), self.token, httponly=True, samesite="Strict", path="/"
         )

@@ -17,7 +17,9 @@ class Series:
     values: list[float] = field(default_factory=list)
 
     def add(self, t: float, value: float) -> None:
-        """Add a point; processes write their records apart, so one may come late."""
+        """Add a point; processes write their records apart, so one may come late. More digits than
+        a plot shows would only be sent."""
+        t, value = round(t, 3), float(f"{value:.6g}")
         if not self.times or t > self.times[-1]:
             self.times.append(t)
             self.values.append(value)

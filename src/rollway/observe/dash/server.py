@@ -18,6 +18,7 @@ import contextlib
 import errno
 import logging
 import math
+import zlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -197,13 +198,13 @@ class Dashboard:
             while not self._is_closing:
                 changed = self._changed  # before the update: what comes meanwhile is not missed
                 if update := page.make_update():
-                    await response.write(b"data: " + msgspec.json.encode(update) + b"\n\n")
+                    await response.send(update)
                     await asyncio.sleep(TICK_SECONDS)
                 try:
                     await asyncio.wait_for(changed.wait(), _HEARTBEAT_SECONDS)
                 except TimeoutError:
-                    await response.write(b": still here\n\n")
-        return response
+                    await response.send_heartbeat()
+        return response.response
 
     async def _stream_log(self, request: web.Request) -> web.StreamResponse:
         path = await asyncio.to_thread(self.source.find_log, request.query.get("name", ""))
@@ -218,32 +219,54 @@ class Dashboard:
                     quiet = 0.0 if lines else quiet + POLL_SECONDS
                     if lines:
                         lines = [line[:_LINE_LENGTH] for line in lines[-_LOG_LINES:]]
-                        await response.write(b"data: " + msgspec.json.encode(lines) + b"\n\n")
+                        await response.send(lines)
                     elif quiet >= _HEARTBEAT_SECONDS:
                         quiet = 0.0
-                        await response.write(b": still here\n\n")
+                        await response.send_heartbeat()
                     await asyncio.sleep(POLL_SECONDS)
             finally:
                 follower.close()
-        return response
+        return response.response
 
     @asynccontextmanager
-    async def _open_stream(self, request: web.Request) -> AsyncIterator[web.StreamResponse]:
+    async def _open_stream(self, request: web.Request) -> AsyncIterator[_Stream]:
         if self._streams >= _MOST_STREAMS:
             raise web.HTTPServiceUnavailable(reason=f"{_MOST_STREAMS} pages are open already.")
         self._streams += 1
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        stream = _Stream(request)
         try:
-            await response.prepare(request)
+            await stream.response.prepare(request)
             # Only a browser that went away ends it so.
             with contextlib.suppress(ConnectionError):
-                yield response
+                yield stream
         finally:
             self._streams -= 1
 
     async def _close(self, _: web.Application) -> None:
         self._is_closing = True
         self._changed.set()
+
+
+class _Stream:
+    """Server-sent events, compressed as one stream: a message repeats most of those before it."""
+
+    def __init__(self, request: web.Request) -> None:
+        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self._compressor = None
+        if "gzip" in request.headers.get("Accept-Encoding", ""):
+            self.response.headers["Content-Encoding"] = "gzip"
+            self._compressor = zlib.compressobj(wbits=16 + zlib.MAX_WBITS)
+
+    async def send(self, message: object) -> None:
+        await self._write(b"data: " + msgspec.json.encode(message) + b"\n\n")
+
+    async def send_heartbeat(self) -> None:
+        await self._write(b": still here\n\n")
+
+    async def _write(self, data: bytes) -> None:
+        if self._compressor is not None:
+            data = self._compressor.compress(data) + self._compressor.flush(zlib.Z_SYNC_FLUSH)
+        await self.response.write(data)
 
 
 class _Page:

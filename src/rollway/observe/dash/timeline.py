@@ -100,8 +100,8 @@ class RefitView:
             late = row["busy"] - usual
             is_late = row["busy"] > usual * STRAGGLER_RATIO and late > STRAGGLER_SECONDS
             row["straggler"] = self.outcome != "running" and is_late
-        # The slowest first: with many workers, it is the one to see.
-        rows.sort(key=lambda row: (not row["error"], not row["straggler"], row["name"]))
+        # What failed or was slow first: with many workers, these are the ones to see.
+        rows.sort(key=lambda row: (not row["error"], not row["straggler"], *_rank(row)))
         end = now if self.ended is None else self.ended
         return {**self.summarize(), "span": max(end - self.began, 1e-3), "rows": rows}
 
@@ -215,6 +215,13 @@ class Timeline:
             self._running.pop(self.refits[0].version, None)
         self.refits.append(refit)
         return refit
+
+
+def _rank(row: Mapping[str, Any]) -> tuple[str, int, str]:
+    """Return a key that has `tiny-2` before `tiny-10`."""
+    stem = row["name"].rstrip("0123456789")
+    number = row["name"][len(stem) :][:9]
+    return stem, int(number) if number.isascii() and number else 0, row["instance"]
 
 
 def _rename(step: str) -> str:

@@ -300,7 +300,7 @@ class View:
         return None if refit is None else self._draw(refit)
 
     def _draw(self, refit: RefitView) -> dict[str, Any]:
-        return refit.as_json(self.now, self.workers.get_names())
+        return refit.as_json(self.now, self.workers.names)
 
     def _judge(self) -> list[verdicts.Verdict]:
         newest = max(self._mismatch, default=None)

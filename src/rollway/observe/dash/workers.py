@@ -45,6 +45,7 @@ class Workers:
         """Since when not every serving worker has the newest version."""
         self._rows: dict[str, dict[str, Any]] = {}
         self._told: dict[str, int] = {}
+        self._names: dict[str, str] = {}
         self._early: dict[str, dict[str, Any]] = {}
         """The last events of workers that no list has had yet."""
         self._sampled: dict[str, dict[str, tuple[float, float]]] = {}
@@ -95,6 +96,8 @@ class Workers:
             }
             if row["version"] is None and row["state"] in SERVING:
                 row["version"] = self._told.get(instance)
+            if instance and len(self._names) < _MOST_TOLD:
+                self._names[instance] = name
             names.add(name)
             nodes.add(row["node"])
         for row in list(self._rows.values()):
@@ -157,9 +160,10 @@ class Workers:
         known = [version for version in self.list_served_versions() if version is not None]
         return max(known) - min(known) if known else None
 
-    def get_names(self) -> dict[str, str]:
-        """Return the workers' names by instance."""
-        return {row["instance"]: row["name"] for row in self._rows.values()}
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The names of workers by instance, also of instances that have died."""
+        return self._names
 
     def as_json(self) -> list[dict[str, Any]]:
         rows = []

@@ -1,6 +1,6 @@
 // Series over time by uPlot, and the trainer's steps as stacked bars, which uPlot has not.
 
-import { $, el, formatNumber, formatSeconds, formatShare, isNumber, plural, setText } from "./dom.js";
+import { $, el, formatClock, formatNumber, formatSeconds, formatShare, isNumber, plural, setText } from "./dom.js";
 
 const PERCENTILES = ["p50", "p95", "p99"];
 const COLORS = ["--line-1", "--line-2", "--line-3"];
@@ -61,9 +61,16 @@ export function makeChart(place, config) {
   return chart;
 }
 
+const probe = el("span", { class: "unseen" });
+document.body.append(probe);
+
+/** Return a colour of the style as a canvas takes it: not as `light-dark(…)`. */
 function readColor(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color;
 }
+
+const fade = (color) => color.replace(/^rgb\((.*)\)$/, "rgba($1, 0.13)");
 
 function makePlot(chart, data) {
   const { config } = chart;
@@ -73,11 +80,12 @@ function makePlot(chart, data) {
   const options = {
     width: Math.max(chart.box.clientWidth, 60),
     height: HEIGHT,
+    padding: [8, 8, 0, 0],
     legend: { show: false },
     cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: { key: "rollway" } },
     scales: { y: { range: (_, low, high) => getRange(config, low, high) } },
     axes: [
-      { ...axis, space: 70, size: 24 },
+      { ...axis, space: 70, size: 24, values: (_, times) => formatTimes(times) },
       { ...axis, size: 52, space: 30, values: (_, values) => values.map((value) => format(value)) },
     ],
     series: [{}, ...config.lines.map((line, index) => makeLine(config, index))],
@@ -86,12 +94,18 @@ function makePlot(chart, data) {
   chart.plot = new uPlot(options, data, chart.box);
 }
 
+/** The time of day, with seconds only where the ticks need them. */
+function formatTimes(times) {
+  const isClose = times.length > 1 && times[1] - times[0] < 60;
+  return times.map((t) => (isClose ? formatClock(t) : formatClock(t).slice(0, 5)));
+}
+
 function makeLine(config, index) {
   const color = readColor(COLORS[index]);
   return {
     stroke: color,
     width: 1.5,
-    fill: config.fill ? `${color}22` : undefined,
+    fill: config.fill ? fade(color) : undefined,
     paths: config.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
     points: { show: false },
     spanGaps: false,

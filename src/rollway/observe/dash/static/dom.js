@@ -57,6 +57,7 @@ export const formatShare = (value) => (isNumber(value) ? `${Math.round(value * 1
 
 export function formatSeconds(value) {
   if (!isNumber(value)) return "–";
+  if (value === 0) return "0 s";
   if (value < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 1) return `${trim(value * 1e3, 3)} ms`;
   if (value < 120) return `${trim(value, 3)} s`;

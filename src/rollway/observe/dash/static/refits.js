@@ -145,7 +145,7 @@ function makeAxis(last) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
   for (let t = 0; t < last * 0.97; t += step) {
-    const tick = el("span", {}, formatSeconds(t).replace(/^0 µs$/, "0"));
+    const tick = el("span", {}, formatSeconds(t));
     tick.style.left = `${((100 * t) / last).toFixed(2)}%`;
     axis.append(tick);
   }
