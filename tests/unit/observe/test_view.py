@@ -106,6 +106,10 @@ def test_a_worker_that_died_does_not_serve_and_has_no_version() -> None:
     row = view.get_sections()["fleet"][1]
     assert (row["state"], row["version"], row["last_event"]) == ("exited", None, "exited")
     assert answer(view, "fresh")["figure"] == "1 of 1"
+    dead = make_workers(T + 2, a=3, b=3)
+    dead["workers"][1]["state"] = "exited"  # a driver may have told its version before
+    view.add(dead)
+    assert view.get_sections()["fleet"][1]["version"] is None
 
 
 def test_few_prompt_tokens_make_no_red_cache() -> None:

@@ -66,7 +66,8 @@ class Workers:
                 self._told[instance] = version
         if is_driver and any(not row["by_driver"] for row in self._rows.values()):
             for row in self._rows.values():
-                row["version"] = self._told.get(row["instance"], row["version"])
+                if row["state"] in SERVING:
+                    row["version"] = self._told.get(row["instance"], row["version"])
         else:
             self._put_rows(listed, is_driver)
         self._watch(t)
@@ -94,7 +95,9 @@ class Workers:
                 "restarts": get_count(fields.get("restarts")),
                 "pid": get_count(fields.get("pid")) or None,
             }
-            if row["version"] is None and row["state"] in SERVING:
+            if row["state"] not in SERVING:
+                row["version"] = None  # what it last had: its next process has to be refitted first
+            elif row["version"] is None:
                 row["version"] = self._told.get(instance)
             if instance and len(self._names) < _MOST_TOLD:
                 self._names[instance] = name
@@ -115,7 +118,7 @@ class Workers:
         row["last_event"], row["last_event_at"] = name, t
         row["state"] = _STATES.get(name, row["state"])
         if row["state"] not in SERVING:
-            row["version"] = None  # its next process has to be refitted first
+            row["version"] = None
         self._watch(t)
 
     def add_report(self, reports: Mapping[str, Mapping[str, Any]], t: float) -> None:

@@ -49,7 +49,6 @@ export function showRefit(key, moment) {
 
 async function choose(key, isNewest) {
   chosen = isNewest ? null : key;
-  detail = null;
   renderRefits(model);
   if (chosen === null) return;
   const moment = at === null ? "" : `&at=${at}`;
@@ -66,6 +65,7 @@ export function renderRefits(next) {
   renderStrip(refits);
   const refit = chosen === null ? model.refit : detail;
   setText($("refit-summary"), refits.length ? `${plural(refits.length, "refit")} kept` : "no refit yet");
+  if (chosen !== null && refit?.key !== chosen) return; // until it is here, the one before stays
   const key = refit ? JSON.stringify(refit) : "";
   if (key === drawn) return;
   drawn = key;
