@@ -295,7 +295,7 @@ addEventListener("keydown", (event) => {
   if (KEYS[event.key]) {
     const section = $(KEYS[event.key]);
     section.scrollIntoView();
-    (section.querySelector("[tabindex='0'], button, input") ?? section).focus({ preventScroll: true });
+    (section.querySelector("[tabindex='0']") ?? section).focus({ preventScroll: true });
     event.preventDefault();
   } else if (event.key === "l") showLatest();
 });
