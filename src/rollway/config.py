@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticSerializationError
 
 from rollway.contradictions import check_launcher, check_router
@@ -131,6 +131,35 @@ class LogSpec(SpecPart):
     """The number of files with older lines; NAME.log.1 is the newest of them."""
 
 
+class ObserveSpec(SpecPart):
+    """What a stack records about itself. `observe: off` records nothing."""
+
+    record: bool = True
+    """Whether to record."""
+    interval_seconds: float = Field(default=2.0, ge=0.1, le=3600)
+    """How often the metrics of the workers and of the frontend are sampled."""
+    directory: AbsolutePath | None = None
+    """Where runs are recorded, one directory each. The default is `runs` below Rollway's home."""
+    keep_runs: int | None = Field(default=None, ge=0, le=10_000)
+    """How many ended runs of this stack keep their record. The default is the stack's
+    `keep_runs`."""
+    max_mb: float = Field(default=256.0, ge=0.1, le=1e6)
+    """The size of the samples of one process, beyond which the oldest are thinned."""
+    include: list[str] = Field(default_factory=list)
+    """Beginnings of names of families to sample besides those of docs/metrics.md."""
+    exclude: list[str] = Field(default_factory=list)
+    """Beginnings of names of families not to sample."""
+    part_of: str = Field(default="", pattern="^([a-z0-9-]+/[0-9a-f]{16})?$")
+    """The stack and the run that this stack is one node's part of. A launcher fills it in."""
+
+
+def _read_switch(value: Any) -> Any:
+    """Read `observe: off` and `on`, which YAML takes for false and true."""
+    if value in (False, "off"):
+        return {"record": False}
+    return {} if value in (True, "on") else value
+
+
 class StackSpec(SpecPart):
     """A whole stack: models, frontend, router, planes, ports, logs.
 
@@ -190,6 +219,10 @@ class StackSpec(SpecPart):
     """How much of each log stays."""
     keep_runs: int = Field(default=5, ge=0, le=10_000)
     """How many ended runs keep their logs; with 0 a run that ended well leaves nothing."""
+    observe: Annotated[ObserveSpec, BeforeValidator(_read_switch)] = Field(
+        default_factory=ObserveSpec
+    )
+    """What is recorded about the stack; `off` for nothing."""
     env: Environment = Field(default_factory=dict)
     """Environment variables of all processes."""
     start_seconds: float = Field(default=900, gt=0, le=7 * 86400)

@@ -77,6 +77,22 @@ class Http:
     async def get_text(self, url: str, *, timeout: float, headers: Headers = None) -> str:
         return (await self._attempt("GET", url, None, headers, timeout)).decode(errors="replace")
 
+    async def get_bounded(self, url: str, *, timeout: float, limit: int) -> bytes:
+        """GET a page that may be of any size; raise RequestFailed beyond `limit` bytes."""
+        with _convert_errors("GET", url, timeout):
+            async with self._request("GET", url, None, None, timeout) as response:
+                content = bytearray()
+                async for chunk in response.content.iter_any():
+                    content += chunk
+                    if len(content) > limit:
+                        raise RequestFailed(
+                            f"GET {url} answered with more than {limit} bytes.",
+                            status=response.status,
+                        )
+        if response.status >= 400:
+            raise _make_error("GET", url, response.status, bytes(content))
+        return bytes(content)
+
     async def post(
         self, url: str, body: Any, *, timeout: float, retry: Retry = ONCE, headers: Headers = None
     ) -> Any:

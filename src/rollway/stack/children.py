@@ -12,12 +12,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from rollway import private, processes
 from rollway.config import StackSpec
 from rollway.orders import SECRET, SECRET_FILE, read_stack_secret
 from rollway.processes import ProcessId
 from rollway.stack import logs
+from rollway.stack.history import StackHistory
 from rollway.stack.locks import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
 from rollway.stack.run_dir import choose_run_dir, remove_run_dir, write_secret
@@ -48,6 +50,7 @@ class Children:
             run_dir=str(choose_run_dir(run_id)),
             log_dir=str(spec.log_dir or self.directory.logs),
         )
+        self.history = StackHistory(spec, self.state)
 
     @property
     def plan(self) -> StackPlan:
@@ -130,8 +133,14 @@ class Children:
         state.state, state.detail = new_state, detail
         if new_state == "ready":
             state.ready_seconds = round(time.time() - self.state.started_at, 3)
-        self.directory.record(new_state, process=process.name, pid=state.pid, detail=detail)
+        self.note(new_state, state, pid=state.pid, detail=detail)
         self.write_state()
+
+    def note(self, event: str, state: ProcessState | None = None, **details: Any) -> None:
+        """Add an event to the history, and to the record of the run."""
+        process = {} if state is None else {"process": state.name}
+        self.directory.record(event, **process, **details)
+        self.history.note(event, state, **details)
 
     def get_state(self, name: str) -> ProcessState:
         return next(state for state in self.state.processes if state.name == name)
@@ -175,6 +184,7 @@ class Children:
 
     def write_state(self) -> None:
         """Write the state file. A full disk must not keep the stack from being watched."""
+        self.history.note_state(self.state)
         with contextlib.suppress(OSError):
             self.directory.write(self.state)
 
@@ -216,7 +226,7 @@ class Children:
         for name, child in self.running.items():
             if child.poll() is None:
                 detail = f"it did not exit within {seconds:g} s of SIGTERM"
-                self.directory.record("killed", process=name, pid=child.pid, detail=detail)
+                self.note("killed", self.get_state(name), pid=child.pid, detail=detail)
         # Children of a child that has exited may still be on their way out: half a second.
         memory |= processes.end(lambda: processes.find_members(self.state.run_id), 0.5)
         for child in self.running.values():

@@ -89,6 +89,10 @@ def validate_state(state: StackState, name: str) -> None:
             log_dir.is_absolute() and "\0" not in state.log_dir,
             "its log directory is not an absolute path",
         ),
+        (
+            "\0" not in state.record_dir and ".." not in Path(state.record_dir).parts,
+            "its record is not in a plain directory",
+        ),
         (0 <= state.stop_seconds <= LONGEST_STOP_SECONDS, "`stop_seconds` is out of range"),
         (0 <= state.started_at < 1e11, "`started_at` is out of range"),
         (isinstance(state.join_spec.get("join", {}), dict), "its invitation is damaged"),

@@ -116,6 +116,8 @@ class StackState(msgspec.Struct):
     error: dict[str, Any] | None = None
     ray_namespace: str = ""
     """The Ray namespace of a stack on Ray. Its Head sent this state, so it is alive."""
+    record_dir: str = ""
+    """Where the run is recorded, by default a path below Rollway's home; empty if it is not."""
     waiting: list[str] = []
     """Replicas of a stack on Ray that have no room at the moment."""
 
@@ -130,6 +132,7 @@ class StackState(msgspec.Struct):
             timeouts=spec.timeouts.model_dump(),
             restarts=spec.restart.enabled,
             stop_seconds=spec.stop_seconds,
+            record_dir=choose_record_dir(spec, fields["run_id"]),
             **fields,
         )
 
@@ -175,6 +178,20 @@ def get_stop_seconds(state: StackState) -> float:
     if any(worker.state != "ready" for worker in workers):
         return min(state.stop_seconds, 3.0)
     return state.stop_seconds
+
+
+def choose_record_dir(spec: StackSpec, run_id: str) -> str:
+    """Return where a run is recorded. The default is relative to Rollway's home: the processes of
+    a stack on Ray run on nodes with homes of their own."""
+    if not spec.observe.record:
+        return ""
+    run = spec.observe.part_of.rpartition("/")[2] or run_id
+    return str((spec.observe.directory or Path("runs")) / run)
+
+
+def find_record_dir(state: StackState) -> Path | None:
+    """Return the directory of a run's record as this process sees it; None if there is none."""
+    return home() / state.record_dir if state.record_dir else None
 
 
 class StackDir:

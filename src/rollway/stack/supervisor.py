@@ -77,13 +77,14 @@ class Supervisor:
         # Before the first process starts: by the state, or else by the run id in the history,
         # `rollway down` finds the processes if this one is killed.
         directory.write(children.state)
-        directory.record("start", run=children.state.run_id)
+        children.note("start", run=children.state.run_id)
         failure: RollwayError | None = None
         rotation = asyncio.create_task(self._rotate_logs())
         try:
             await self._run_until_stop(self._start())
             if not self._stopping.is_set():
                 self._become_ready()
+                children.history.start_sampling(lambda: children.state)
                 await self._healer.watch(self._stopping)
         except RollwayError as error:
             failure = error
@@ -95,18 +96,22 @@ class Supervisor:
             )
         finally:
             self._healer.cancel()  # first, or it would restart what `stop` kills
+            await asyncio.to_thread(children.history.stop_sampling)
             await children.stop()
             self._ports.release()
             await self._http.close()
             rotation.cancel()  # last: processes write to their logs until they have stopped
         if failure is None:
             directory.forget()
-            directory.record("stopped", run=children.state.run_id)
+            children.history.note_state(children.state, now=True)
+            children.note("stopped", run=children.state.run_id)
+            children.history.close(ended_well=True)
             children.prune_logs()
             return 0
         children.state.phase, children.state.error = "failed", failure.as_json()
         children.write_state()
-        directory.record("failed", run=children.state.run_id, message=failure.message)
+        children.note("failed", run=children.state.run_id, message=failure.message)
+        children.history.close(ended_well=False)
         return 1
 
     async def _start(self) -> None:
@@ -170,11 +175,13 @@ class Supervisor:
         children.scan_memory()
         children.write_state()
         seconds = round(time.time() - children.state.started_at, 3)
-        children.directory.record("ready", seconds=seconds)
+        children.note("ready", seconds=seconds)
 
     async def _rotate_logs(self) -> None:
+        """Rotate logs, and record changes of workers that came too quickly for their own entry."""
         while True:
             await asyncio.to_thread(self._children.rotate_logs)
+            self._children.history.note_state(self._children.state)
             await asyncio.sleep(_ROTATE_SECONDS)
 
     async def _run_until_stop(self, work: Coroutine[Any, Any, None]) -> None:
@@ -199,7 +206,7 @@ class Supervisor:
         os.close(self._lifeline)
         self._lifeline = None
         if message != DETACH:
-            self._children.directory.record("owner gone")
+            self._children.note("owner gone")
             self._stopping.set()
 
 

@@ -387,6 +387,7 @@ class Parts:
     ) -> dict[str, Any]:
         own = self.spec.model_dump(mode="json", exclude={"launcher", "ray", "placed", "join"})
         own |= {**fields, "name": part.name, "placed": placed, "python": get_python(self.spec)}
+        own["observe"]["part_of"] = f"{self.spec.name}/{self.run_id}"
         if self._is_spread:
             address = self.addresses[part.node]
             own["admin_host"] = _choose_host(self.spec.admin_host, address)

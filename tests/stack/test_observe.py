@@ -1,0 +1,89 @@
+"""What a stack records: light workers and mockers behind a real frontend."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import rollway
+from rollway.observe.metrics import list_names
+from rollway.observe.read import Run
+from rollway.stack.state import StackDir, StackState, find_record_dir, home
+from tests.conftest import Footprint
+from tests.light.spec import light
+from tests.stack.mocker import mocker_spec
+from tests.waiting import wait_until
+
+OFTEN = {"interval_seconds": 0.2}
+
+
+def read_state(name: str) -> StackState:
+    state = StackDir(name).read()
+    assert state is not None
+    return state
+
+
+def find_run(name: str) -> Path:
+    directory = find_record_dir(read_state(name))
+    assert directory is not None
+    return directory
+
+
+def list_entries(directory: Path, kind: str) -> list[dict[str, Any]]:
+    return [entry for entry in Run(directory).read() if entry["kind"] == kind]
+
+
+def count_samples(directory: Path) -> int:
+    return len(list_entries(directory, "sample"))
+
+
+def test_a_stack_records_its_workers_their_deaths_and_their_metrics(
+    base_model: Path, footprint: Footprint
+) -> None:
+    spec = {**light(base_model, "seen"), "observe": OFTEN}
+    with rollway.up(spec) as stack:
+        directory = find_run("seen")
+        wait_until(lambda: count_samples(directory) > 3)
+        worker = next(p for p in read_state("seen").processes if p.role == "worker")
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        wait_until(lambda: read_state("seen").processes and worker_is_back(worker.name))
+        stack.rollouts().generate([1, 2, 3], rollway.Sampling(max_tokens=4), n=2)
+        before = count_samples(directory)
+        wait_until(lambda: count_samples(directory) > before + 2)
+    events = [(e["event"], e.get("worker")) for e in list_entries(directory, "event")]
+    own = [event for event, name in events if name == worker.name]
+    told = [event for event in own if event in ("ready", "exited", "restarting")]
+    assert told == ["ready", "exited", "restarting", "ready"]
+    assert ("start", None) in events and events[-1] == ("stopped", None)
+    last = list_entries(directory, "workers")[-1]["workers"]
+    assert {w["name"]: w["restarts"] for w in last}[worker.name] == 1
+    samples = [entry["values"] for entry in list_entries(directory, "sample")]
+    assert {name for values in samples for name in values} <= set(list_names())
+    assert "dynamo_frontend_inflight_requests" in samples[-1]
+    keys = [set(values.get("vllm:num_requests_running", {})) for values in samples]
+    assert len(keys[-1]) == 2 and any(len(names) == 1 for names in keys)  # a gap, no zero
+    assert footprint.settle() == {}
+
+
+def worker_is_back(name: str) -> bool:
+    process = next(p for p in read_state("seen").processes if p.name == name)
+    return process.restarts == 1 and process.state == "ready"
+
+
+def test_off_is_one_word_and_old_runs_go(base_model: Path) -> None:
+    with rollway.up(mocker_spec(base_model, observe=False)):
+        assert find_record_dir(read_state("t")) is None
+    assert not (home() / "runs").exists()
+    directories = []
+    for _ in range(3):
+        with rollway.up(mocker_spec(base_model, observe={**OFTEN, "keep_runs": 2})):
+            directories.append(find_run("t"))
+            wait_until(lambda: count_samples(directories[-1]) > 1)
+    assert [directory.exists() for directory in directories] == [False, True, True]
+    with rollway.up(mocker_spec(base_model, keep_runs=0)):
+        directory = find_run("t")
+        wait_until(lambda: count_samples(directory) > 0)
+    assert not directory.exists()
