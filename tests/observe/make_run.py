@@ -84,7 +84,7 @@ class MadeRun:
         yield "driver", self.list_versions(began + 1.4)
 
     def stop(self, t: float) -> tuple[str, Entry]:
-        return "supervisor", {"kind": "event", "t": t, "event": "stop", "detail": "rollway down"}
+        return "supervisor", {"kind": "event", "t": t, "event": "stopped", "detail": ""}
 
     def train(self, t: float, step: int) -> Iterator[tuple[str, Entry]]:
         """Yield one step: rollouts, a refit, the trainer's figures."""
@@ -194,7 +194,7 @@ class MadeRun:
         yield "supervisor", {"kind": "event", "t": t, "event": "exited", "detail": "-9", **fields}
         yield "supervisor", self.list_workers(t + 0.01)
         self.states[name], self.restarts[name] = "starting", self.restarts[name] + 1
-        yield "supervisor", {"kind": "event", "t": t + 0.2, "event": "restart", **fields}
+        yield "supervisor", {"kind": "event", "t": t + 0.2, "event": "restarting", **fields}
         yield "supervisor", self.list_workers(t + 0.21)
         self.instances[name] = str(int(old) + 1000)
         self.states[name], self.versions[name] = "ready", version

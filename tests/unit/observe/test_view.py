@@ -241,7 +241,7 @@ def test_instance_ids_stay_text() -> None:
 
 
 def test_the_end_is_told_and_a_new_start_takes_it_back() -> None:
-    start, stop = {"kind": "event", "event": "start"}, {"kind": "event", "event": "stop"}
+    start, stop = {"kind": "event", "event": "start"}, {"kind": "event", "event": "stopped"}
     view = see({**start, "t": T}, {**stop, "t": T + 9})
     assert view.get_sections()["run"]["ended"] == T + 9
     view.add({**start, "t": T + 10})

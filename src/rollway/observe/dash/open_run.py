@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rollway.errors import RollwayError, UsageError
+from rollway.observe.dash.attached import record_attached
 from rollway.observe.dash.source import Phase, Source
 from rollway.observe.read import Run
 from rollway.stack import local
-from rollway.stack.state import StackDir, StackState, home
+from rollway.stack.ray import launcher
+from rollway.stack.state import StackDir, StackState, find_record_dir, home
 
 
 @contextmanager
@@ -19,12 +22,12 @@ def open_source(name: str | None, directory: Path | None) -> Iterator[Source]:
     if directory is not None:
         yield open_directory(directory)
     elif name is not None and "://" in name:
-        raise UsageError(
-            "A stack that was attached by its address is not recorded yet.",
-            "Use the name of a stack of this machine, or --run DIR.",
-        )
+        with record_attached(name) as recorded:
+            source = _make_source(name, Run(recorded))
+            source.get_phase = lambda: "live"
+            yield source
     else:
-        yield open_stack(local.resolve_name(name))
+        yield open_stack(launcher.resolve_name(name))
 
 
 def open_directory(directory: Path) -> Source:
@@ -39,20 +42,35 @@ def open_directory(directory: Path) -> Source:
 
 
 def open_stack(name: str) -> Source:
-    """Return the source of a stack that is up, or of its last run."""
-    state = StackDir(name).read()
+    """Return the source of a stack that is up, here or on a Ray cluster, or left behind here."""
+    state = StackDir(name).read() or _find_on_ray(name)
     if state is None:
         raise local.make_not_running_error(name)
-    directory = home() / "runs" / state.run_id
+    directory = find_record_dir(state)
+    if directory is None:
+        raise UsageError(
+            f"`{name}` records nothing.", "Remove `observe: off` from its spec, and start it again."
+        )
     if not directory.is_dir():
         raise RollwayError(
-            f"`{name}` is not recorded: there is no {directory}.",
-            "Start it with `observe: on`.",
+            f"The record of `{name}` is not on this machine: there is no {directory}.",
+            "Run `rollway dash` on the machine of its head, or with the same ROLLWAY_HOME.",
         )
     source = _make_source(name, Run(directory))
     source.log_dir = Path(state.log_dir)
-    source.get_phase = lambda: get_phase(name, state)
+    if state.ray_namespace:
+        source.get_phase = lambda: "live"  # its record says when it ends
+    else:
+        source.get_phase = lambda: get_phase(name, state)
     return source
+
+
+def _find_on_ray(name: str) -> StackState | None:
+    if not launcher.may_reach_cluster():
+        return None
+    with contextlib.suppress(RollwayError):
+        return next((state for state in launcher.list_stacks() if state.name == name), None)
+    return None
 
 
 def get_phase(name: str, started: StackState) -> Phase:

@@ -40,7 +40,8 @@ _FOREIGN_SECONDS = 30.0
 _MOST_EVENTS, _MOST_VERSIONS, _MOST_STEPS = 2_000, 200, 200
 _MOST_KINDS = 64
 
-_BAD_EVENTS = ("exited", "fault", "failed", "error", "dropped", "gone")
+_ENDS = ("stop", "stopped", "failed")
+_BAD_EVENTS = ("exited", "killed", "fault", "failed", "error", "dropped", "gone")
 _WARN_EVENTS = ("restart", "leave", "stop")
 
 
@@ -131,7 +132,7 @@ class View:
         instance = get_text(entry.get("instance"), 40)
         self._put_event(t, name, worker or instance, get_text(entry.get("detail")))
         self.workers.add_event(name, worker, instance, t)
-        if name == "stop" and not worker:
+        if name in _ENDS and not worker:
             self._ended = t
         elif name == "start" and not worker:
             self._ended = None

@@ -22,7 +22,10 @@ _MOST_WORKERS, _MOST_TOLD = 1_024, 10_000
 _STATES = {
     "exited": "exited",
     "leave": "gone",
+    "killed": "exited",
     "restart": "restarting",
+    "restarting": "restarting",
+    "starting": "starting",
     "ready": "ready",
     "join": "ready",
 }
