@@ -1,0 +1,90 @@
+"""The dashboard of a stack of light workers: of its own record, and attached by its address."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import rollway
+from rollway.observe.dash.access import Access
+from rollway.observe.dash.open_run import open_source, open_stack
+from rollway.observe.dash.server import Dashboard, serve
+from rollway.observe.dash.source import Source
+from rollway.observe.dash.view import View
+from rollway.stack.state import StackDir
+from tests.conftest import Footprint
+from tests.light.spec import light
+from tests.observe.browser import needs_chromium, open_browser
+from tests.waiting import wait_until, wait_until_async
+
+OFTEN = {"interval_seconds": 0.2}
+
+
+def follow(source: Source, view: View) -> View:
+    for entry in source.poll():
+        view.add(entry)
+    return view
+
+
+def test_a_stack_is_shown_with_its_workers_their_deaths_and_its_end(
+    base_model: Path, footprint: Footprint
+) -> None:
+    with rollway.up({**light(base_model, "dashed"), "observe": OFTEN}):
+        source, view = open_stack("dashed"), View()
+
+        def list_states() -> list[str]:
+            return [row["state"] for row in follow(source, view).get_sections()["fleet"]]
+
+        wait_until(lambda: list_states() == ["ready", "ready"])
+        assert source.get_phase() == "live"
+        state = StackDir("dashed").read()
+        assert state is not None
+        worker = next(process for process in state.processes if process.role == "worker")
+        assert worker.pid is not None
+        assert worker.name in source.list_logs()
+        os.kill(worker.pid, signal.SIGKILL)
+        wait_until(lambda: list_states() != ["ready", "ready"])
+        wait_until(lambda: list_states() == ["ready", "ready"])
+        rows = {row["name"]: row for row in view.get_sections()["fleet"]}
+        wait_until(lambda: follow(source, view).workers.as_json()[0]["load"] is not None)
+        assert rows[worker.name]["last_event"] == "ready"
+        events = [e["event"] for e in view.get_events() if e["worker"] == worker.name]
+        assert "exited" in events
+    wait_until(lambda: follow(source, view).get_sections()["run"]["ended"] is not None)
+    assert source.get_phase() == "ended"
+    assert footprint.settle() == {}
+
+
+def test_a_stack_is_shown_by_its_address(base_model: Path, footprint: Footprint) -> None:
+    with rollway.up({**light(base_model, "by-address"), "observe": "off"}) as stack:
+        with open_source(stack.frontend_url, None) as source:
+            view = View()
+            wait_until(lambda: len(follow(source, view).get_sections()["fleet"]) == 2)
+            assert all(row["state"] == "serving" for row in view.get_sections()["fleet"])
+        assert stack.rl_url  # the stack goes on
+    assert footprint.settle() == {}
+
+
+@needs_chromium
+async def test_the_page_of_a_stack_shows_a_death_and_the_end(base_model: Path) -> None:
+    """In a real browser: a worker is killed and its row turns, heals; the stack ends, the page
+    stays."""
+    async with open_browser() as browser:
+        async with rollway.up({**light(base_model, "paged"), "observe": OFTEN}):
+            dashboard = Dashboard(open_stack("paged"))
+            server = serve(dashboard, Access(), "127.0.0.1", 0)
+            page = await browser.open(await server.__aenter__())
+            rows = "[...document.querySelectorAll('.state')].map((s) => s.innerText).join()"
+            await page.wait_for(f"{rows} === 'ready,ready'")
+            state = StackDir("paged").read()
+            assert state is not None
+            worker = next(process for process in state.processes if process.role == "worker")
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGKILL)
+            await page.wait_for("document.querySelector('.row-bad, .row-warn') !== null")
+            await page.wait_for(f"{rows} === 'ready,ready'")
+        await page.wait_for("document.getElementById('phase').innerText.startsWith('ended')")
+        await wait_until_async(lambda: page.problems == [])
+        assert page.list_foreign_requests() == []
+        await server.__aexit__(None, None, None)
