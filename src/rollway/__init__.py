@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; a test compares these with the table below
     from rollway import aio as aio
+    from rollway import observe as observe
     from rollway.api import attach as attach
     from rollway.api import make_spec as make_spec
     from rollway.api import up as up
@@ -80,6 +81,7 @@ _HOMES = {
         "WeightsError",
     ),
     "rollway.aio": ("aio",),
+    "rollway.observe": ("observe",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -95,7 +97,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'rollway' has no attribute {name!r}")
     module = importlib.import_module(_HOME_OF[name])
-    return module if name == "aio" else getattr(module, name)
+    return module if name in ("aio", "observe") else getattr(module, name)
 
 
 def __dir__() -> list[str]:

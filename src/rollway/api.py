@@ -223,6 +223,7 @@ async def _start(
     else:
         state = running.state
         stack = Stack(http, state.frontend, state.rl, state.models, state.name, Path(state.run_dir))
+    cleanup.callback(stack.close_history)
     cleanup.push_async_callback(stack.unwatch)
     # The process that started the frontend brings joining workers up to date.
     await stack.learn(watch=spec.join is None)
@@ -300,6 +301,7 @@ async def _attach_on_ray(
     cleanup.callback(running.close)
     http = await cleanup.enter_async_context(WatchedHttp())
     stack = _open_on_ray(http, running, timeouts, cleanup)
+    cleanup.callback(stack.close_history)
     cleanup.push_async_callback(stack.unwatch)
     await stack.learn(watch=watch)
     return stack
@@ -336,6 +338,7 @@ async def _attach(
         listing=listing,
         secret=secret,
     )
+    cleanup.callback(stack.close_history)
     cleanup.push_async_callback(stack.unwatch)
     await stack.learn(watch=watch)
     return stack

@@ -15,6 +15,7 @@ from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
 from rollway.fleet.canary import Answer, make_canary
 from rollway.fleet.discovery import RlListing, Source, StaticList, Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.history import DriverHistory
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
@@ -26,7 +27,7 @@ from rollway.rollout.sender import ClientOptions, Sender
 from rollway.rollout.teacher import Teacher
 from rollway.rollout.wire import get_wire
 from rollway.stack.local import LocalAccess, StackAccess
-from rollway.stack.state import StackState
+from rollway.stack.state import StackState, find_record_dir
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 
@@ -68,6 +69,9 @@ class Stack:
         self._listing = listing or RlListing(rl_url, frontend_url)
         self._secret = secret
         self._fleets = {model: self._make_fleet(model) for model in models}
+        self._history = self._open_history()
+        for fleet in self._fleets.values():
+            fleet.history = self._history
         self._watchers: list[asyncio.Task[None]] = []
         self._publishers: WeakKeyDictionary[Publisher, str] = WeakKeyDictionary()
 
@@ -107,6 +111,19 @@ class Stack:
         )
         fleet.versions.tainted = True  # the launcher gave every worker the taint of its version
         return fleet
+
+    def _open_history(self) -> DriverHistory | None:
+        """Open this process's part of the record; None for a stack that is not recorded."""
+        state = self.read_state()
+        directory = None if state is None else find_record_dir(state)
+        if state is None or directory is None:
+            return None
+        return DriverHistory(directory, state.name, state.run_id)
+
+    def close_history(self) -> None:
+        """Write the rest of this process's part of the record."""
+        if self._history is not None:
+            self._history.close()
 
     def read_state(self) -> StackState | None:
         """Read the state of the processes; None for a stack that Rollway did not start."""
@@ -188,7 +205,7 @@ class Stack:
         remaining: dict[str, Any] = dict(options)
         wire = remaining.pop("wire", "vllm" if self._plain_vllm else "completions")
         adapter = remaining.pop("adapter", None)
-        return kind(
+        client = kind(
             self._http,
             self.frontend_url,
             model,
@@ -199,6 +216,8 @@ class Stack:
             adapter=None if adapter is None else fleet.adapters.newest(adapter),
             **remaining,
         )
+        client.tally = None if self._history is None else self._history.tally
+        return client
 
     async def context_length(self, model: str | None = None) -> int:
         """Return how many tokens, prompt included, a model accepts.

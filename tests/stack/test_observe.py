@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
+
 import rollway
+from rollway.errors import UsageError
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.stack.state import StackDir, StackState, find_record_dir, home
 from tests.conftest import Footprint
 from tests.light.spec import light
 from tests.stack.mocker import mocker_spec
+from tests.stack.policies import Policy
 from tests.waiting import wait_until
 
 OFTEN = {"interval_seconds": 0.2}
@@ -71,6 +77,51 @@ def test_a_stack_records_its_workers_their_deaths_and_their_metrics(
 def worker_is_back(name: str) -> bool:
     process = next(p for p in read_state("seen").processes if p.name == name)
     return process.restarts == 1 and process.state == "ready"
+
+
+def test_a_driver_records_refits_rollouts_and_its_steps(
+    base_model: Path, policies: list[Policy]
+) -> None:
+    with rollway.up({**light(base_model, "driven"), "observe": OFTEN}) as stack:
+        directory = find_run("driven")
+        rollouts, prompt = stack.rollouts(), list(range(40, 60))
+        with rollway.observe.step(1) as step:
+            with step.part("generate"):
+                before = rollouts.generate(prompt, rollway.Sampling(max_tokens=4), n=4)
+            rollway.observe.note_mismatch(0, 1e-5, tokens=16)
+            with step.part("publish"):
+                report = stack.refit(1, policies[1].path)
+        after = rollouts.generate(prompt, rollway.Sampling(max_tokens=4), n=4)
+        with pytest.raises(UsageError):
+            stack.refit(1, policies[2].path)
+    sampled = [rollout for group in (before, after) for rollout in group]
+    entries = list_entries(directory, "rollouts")
+    assert sum(entry["count"] for entry in entries) == len(sampled)
+    assert sum(e["tokens"] for e in entries) == sum(len(r.token_ids) for r in sampled)
+    assert sum(e["cached_tokens"] for e in entries) == sum(r.cached_tokens for r in sampled)
+    versions = sum((Counter(entry["versions"]) for entry in entries), Counter[str]())
+    assert versions == {"0": 16, "1": 16}
+    good, refused = list_entries(directory, "refit")
+    assert good["report"] == msgspec.json.decode(msgspec.json.encode(report.as_json()))
+    assert good["outcome"] == "ok" and good["transport"] == "checkpoint" and good["bytes"] > 0
+    assert good["t"] - good["began"] >= report.seconds
+    assert refused["outcome"] == "failed" and "already names" in refused["error"]
+    steps = [e for e in list_entries(directory, "step") if e["t"] <= good["t"]]
+    told = {step["worker"]: [e["step"] for e in steps if e["worker"] == step["worker"]]
+            for step in steps}  # fmt: skip
+    assert set(told) == {str(worker.instance_id) for worker in report.workers}
+    assert all(names[:3] == ["preflight", "pause", "load"] for names in told.values())
+    (step_entry,) = list_entries(directory, "trainer")
+    parts = step_entry["parts"]
+    assert set(parts) == {"generate", "publish", "wait", "paused"}
+    assert sum(parts.values()) == pytest.approx(step_entry["seconds"], rel=0.05)
+    assert parts["paused"] == pytest.approx(report.paused_seconds)
+    (mismatch,) = list_entries(directory, "mismatch")
+    assert mismatch["version"] == 0 and mismatch["k3"] == 1e-5
+    rows = [entry["workers"] for entry in list_entries(directory, "workers")]
+    served = [[(w["state"], w["version"]) for w in workers] for workers in rows]
+    assert [("ready", 1)] * 2 in served
+    assert {worker["name"] for worker in rows[-1]} == {"tiny-0", "tiny-1"}
 
 
 def test_off_is_one_word_and_old_runs_go(base_model: Path) -> None:

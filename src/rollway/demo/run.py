@@ -132,7 +132,8 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
             run.publisher = cleanup.enter_context(stack.publisher("cuda_ipc", in_place=True))
         with display.table():
             for number in range(run.config.steps):
-                step = _run_step(run, stack, stack.rollouts(), number)
+                with rollway.observe.step(number + 1) as parts:
+                    step = _run_step(run, stack, stack.rollouts(), number, parts)
                 run.steps.append(step)
                 display.row(step)
         served = {} if options.engine == "mocker" else stack.fleet.read_versions()
@@ -221,22 +222,35 @@ def _make_stack_fields(run: _Run) -> dict[str, Any]:
     return {"name": run.options.name, "log_dir": log_dir, "models": [run.model]}
 
 
-def _run_step(run: _Run, stack: rollway.Stack, rollouts: rollway.Rollouts, number: int) -> DemoStep:
+def _run_step(
+    run: _Run,
+    stack: rollway.Stack,
+    rollouts: rollway.Rollouts,
+    number: int,
+    parts: rollway.observe.Step,
+) -> DemoStep:
     prompts = run.task.prompts(run.config.groups_per_step, run.rng)
     began = time.monotonic()
-    groups = rollouts.generate_batch(
-        [prompt.token_ids for prompt in prompts], _make_sampling(run, number), run.config.group_size
-    )
+    with parts.part("generate"):
+        groups = rollouts.generate_batch(
+            [prompt.token_ids for prompt in prompts],
+            _make_sampling(run, number),
+            run.config.group_size,
+        )
     rollout_seconds = time.monotonic() - began
     version = _check_one_version(groups)
-    rewards = [
-        [run.task.reward(prompt, rollout.token_ids) for rollout in group]
-        for prompt, group in zip(prompts, groups, strict=True)
-    ]
-    stats = _train(run, groups, rewards)
-    refit_seconds, refit, weights_by = _refit(run, stack, number)
+    with parts.part("train"):
+        rewards = [
+            [run.task.reward(prompt, rollout.token_ids) for rollout in group]
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+        stats = _train(run, groups, rewards)
     flat = [rollout for group in groups for rollout in group]
     tokens = sum(len(rollout.token_ids) for rollout in flat)
+    if stats is not None and stats.mismatch_kl is not None:
+        rollway.observe.note_mismatch(version, stats.mismatch_kl, tokens=tokens)
+    with parts.part("publish"):
+        refit_seconds, refit, weights_by = _refit(run, stack, number)
     return DemoStep(
         step=number + 1,
         reward=statistics.fmean(reward for group in rewards for reward in group),

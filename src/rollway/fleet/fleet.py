@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +27,7 @@ from rollway.fleet.admin import (
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.history import DriverHistory
 from rollway.fleet.labels import Labels
 from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
 from rollway.fleet.refit import Refit, Supervised
@@ -82,6 +83,8 @@ class Fleet:
         self._labels = Labels(self.admin, self.versions, self.membership, record)
         self.observer: Observer | None = None
         """Called with each step of a refit and its worker, before the step."""
+        self.history: DriverHistory | None = None
+        """Where refits, joins and leaves are recorded."""
         self.adapters = Adapters(self.admin, self._secret)
         self._sleeper = Sleeper(self.admin, self.versions, lambda worker: self._supervised(worker))
         self._roots = roots
@@ -289,7 +292,7 @@ class Fleet:
             refit.mode, refit.share = mode, share
             self._labels.learn_claims()
             try:
-                return await refit.run()
+                return await self._follow(refit, refit.run())
             finally:
                 if refit.is_claimed and self.versions.newest == version:
                     self._recipes.put(version, chosen)
@@ -364,12 +367,14 @@ class Fleet:
                 return None
             refit = self._make_refit(version, update, None)
             try:
-                return await refit.catch_up()
+                return await self._follow(refit, refit.catch_up())
             finally:
                 self._note_doubts(refit)
 
     async def watch(self, seconds: float = POLL_SECONDS) -> None:
         """Notice joins and leaves, and admit workers that join, until cancelled."""
+        if self.history is not None:
+            self._note_membership(self.history)
         while True:
             if await self.membership.poll() and await self._labels.is_any_behind():
                 try:
@@ -401,6 +406,18 @@ class Fleet:
     async def _put_back(self, worker: Worker) -> None:
         await self._service_of(worker).put_back()
 
+    def _make_observer(self, version: int) -> Observer | None:
+        history, observer = self.history, self.observer
+        if history is None:
+            return observer
+
+        async def observe(step: str, worker: Worker) -> None:
+            history.note_step(version, step, worker)
+            if observer is not None:
+                await observer(step, worker)
+
+        return observe
+
     def _make_refit(self, version: int, update: Update, expected: Answer | None) -> Refit:
         plan = RefitPlan(
             self.admin,
@@ -409,7 +426,7 @@ class Fleet:
             version,
             canaries=None if self._canary is None else CanaryCheck(self._canary, expected),
             replace=self._replace,
-            observer=self.observer,
+            observer=self._make_observer(version),
         )
         return Refit(
             plan,
@@ -418,6 +435,32 @@ class Fleet:
             skip=frozenset(self._doubtful),
             record=None if self._record is None else self._record.claim,
         )
+
+    async def _follow(self, refit: Refit, work: Awaitable[RefitReport]) -> RefitReport:
+        """Wait for a refit, and record it if this stack is recorded."""
+        if self.history is None:
+            return await work
+        try:
+            return await self.history.follow_refit(refit, work)
+        finally:
+            self.history.note_workers(self.model, self.membership.known, self.versions)
+
+    def _note_membership(self, history: DriverHistory) -> None:
+        """Record workers that join or leave from now on."""
+        present = {worker.instance_id for worker in self.membership.known}
+
+        async def note_join(worker: Worker) -> None:
+            if worker.instance_id not in present:
+                history.note_join(worker)
+                history.note_workers(self.model, self.membership.known, self.versions)
+
+        async def note_leave(worker: Worker) -> None:
+            present.discard(worker.instance_id)
+            history.note_leave(worker)
+            history.note_workers(self.model, self.membership.known, self.versions)
+
+        self.membership.on_join(note_join)
+        self.membership.on_leave(note_leave)
 
     def _note_doubts(self, refit: Refit) -> None:
         for instance, worker in refit.workers.items():

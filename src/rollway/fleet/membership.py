@@ -59,6 +59,11 @@ class Membership:
         self._announced: dict[int, Worker] = {}
         self._is_reachable = True
 
+    @property
+    def known(self) -> list[Worker]:
+        """The workers of the last listing, without asking anybody."""
+        return list(self._known)
+
     def on_join(self, listener: Listener) -> None:
         self._join_listeners.append(listener)
 

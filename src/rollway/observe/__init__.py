@@ -1,1 +1,5 @@
-"""What a stack does, recorded, and shown: see docs/observe.md."""
+"""What a stack records, and what a trainer adds to it: `step` and `note_mismatch`."""
+
+from rollway.observe.steps import Step, note_mismatch, step
+
+__all__ = ["Step", "note_mismatch", "step"]

@@ -7,9 +7,10 @@
 A run directory comes from anywhere: a colleague, a crashed disk, a newer Rollway. So every line is
 checked against the shape of its kind (rollway.observe.shapes), and a line that does not fit is
 counted in `Run.problems` and left out. The last line of a file may be half written; it counts once
-it ends. Each entry also gets `process`, from the header of its file, and its times are on the clock
-of the node of the stack's services. Memory is bounded: one line of each file, and a few hundred
-entries that are put in order.
+it ends. Memory is bounded: one line of each file, and a few hundred entries that are put in order.
+
+Each entry also gets `process`, from the header of its file, and `source`, the name of its file up
+to the first dot. Times are on the clock of the node of the stack's services.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Run:
 
     def read(self) -> Iterator[Entry]:
         """Yield all entries that are there now, in the order of time."""
-        fill = _VersionFill()
+        fill = _Roster()
         chains = [self._read_chain(files) for files in _list_chains(self.directory)]
         for entry in heapq.merge(*chains, key=_get_time):
             yield fill(entry)
@@ -144,7 +145,7 @@ class Follower:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._tails: dict[Path, Tail] = {}
-        self._fill = _VersionFill()
+        self._fill = _Roster()
 
     def poll(self, most: int = MOST_ENTRIES) -> list[Entry]:
         """Return up to `most` entries that were not returned before, in the order of time.
@@ -181,6 +182,7 @@ class Tail:
         self._lines: list[bytes] = []
         self._skips = False
         self._process = ""
+        self._source = SEGMENT.sub("", path.name).removesuffix(".jsonl")
         self._offset = 0.0
         self._has_ended = False
         """A file of samples that was thinned had been read to its end: it is an old one."""
@@ -265,31 +267,48 @@ class Tail:
             offset = entry.get("clock", {}).get("offset", 0.0)
             self._offset = float(offset) if abs(offset) < _LATEST else 0.0
             self._process = entry["process"]
-        entry["process"] = self._process
+        entry["process"], entry["source"] = self._process, self._source
         entry["t"] += self._offset
         if "began" in entry:
             entry["began"] += self._offset
         return entry
 
 
-class _VersionFill:
-    """Adds the versions that drivers recorded to the workers that a supervisor recorded, which
-    knows none."""
+class _Roster:
+    """Makes every entry `workers` one of the whole stack.
+
+    Each supervisor records the workers that it started, by name, and knows no versions. A driver
+    knows the versions, by instance, and no names."""
 
     def __init__(self) -> None:
-        self._versions: dict[str | None, int | None] = {}
+        self._started: dict[str, list[Entry]] = {}
+        """The workers of each supervisor."""
+        self._listed: list[Entry] = []
+        """The workers as a driver listed them."""
+        self._named: set[str | None] = set()
+        """Every instance that a supervisor ever named."""
 
     def __call__(self, entry: Entry) -> Entry:
         if entry["kind"] != "workers":
             return entry
         if entry["process"] == "supervisor":
-            for worker in entry["workers"]:
-                worker["version"] = self._versions.get(worker["instance"])
+            self._started[entry["source"]] = entry["workers"]
+            self._named.update(worker["instance"] for worker in entry["workers"])
         else:
-            self._versions = {
-                worker["instance"]: worker.get("version") for worker in entry["workers"]
-            }
-        return entry
+            self._listed = entry["workers"]
+        versions = {worker["instance"]: worker.get("version") for worker in self._listed}
+        started = [
+            {**worker, "version": versions.get(worker["instance"])}
+            for workers in self._started.values()
+            for worker in workers
+        ]
+        # Workers of another stack, which has joined this one, or of one that Rollway did not start.
+        others = [
+            {**worker, "name": worker["name"] or f"worker {worker['instance']}"}
+            for worker in self._listed
+            if worker["instance"] not in self._named
+        ]
+        return {**entry, "workers": started + others}
 
 
 def _get_time(entry: Entry) -> float:

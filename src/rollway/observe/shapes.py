@@ -58,6 +58,7 @@ class WorkerReport(TypedDict):
     paused_seconds: NotRequired[Number]
     calls: NotRequired[int]
     steps: NotRequired[dict[str, Number]]
+    memory: NotRequired[dict[str, list[dict[str, Any]]]]
     error: NotRequired[str | None]
 
 

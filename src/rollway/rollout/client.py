@@ -11,6 +11,7 @@ computed under one version is never read under another.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -137,6 +138,7 @@ class Rollouts(Sender):
         trajectory = Trajectory(check_prompt(prompt_ids), sampling or Sampling(), self.adapter)
         session, trouble = group or uuid.uuid4().hex, Trouble(self._patience)
         async with self._slots, self._deadline():
+            began, is_first = time.monotonic(), True
             while True:
                 ticket = await self._ticket(trouble)
                 body, assembly = self._request(trajectory, ticket, stream=True)
@@ -147,10 +149,14 @@ class Rollouts(Sender):
                         async for event in events(lines):
                             if tokens := assembly.add(event):
                                 trouble = Trouble(self._patience)
+                                if is_first and self.tally is not None:
+                                    self.tally.add_first_token(time.monotonic() - began)
+                                is_first = False
                                 yield tokens
                 except RequestFailed as error:  # the status of the answer: no token has arrived
                     if not is_temporary(error):
                         raise
+                    self._count_retry(error)
                     # The session may be bound to a worker that serves an older version.
                     session = uuid.uuid4().hex
                     await trouble.wait(describe_error(error, self.model))
@@ -162,6 +168,7 @@ class Rollouts(Sender):
                     break
                 if not leg.token_ids:
                     await trouble.wait(make_retry_error(leg))
+        self._count(rollout, trajectory, began)
         yield rollout
 
     async def _sample(
@@ -171,6 +178,7 @@ class Rollouts(Sender):
         trajectory = Trajectory(prompt, sampling, self.adapter, salt)
         attempt = self._attempt(session)
         async with self._slots, self._deadline():
+            began = time.monotonic()
             while True:
                 ticket = await self._ticket(attempt.trouble, version)
                 body, assembly = self._request(trajectory, ticket, pin=attempt.pins.now)
@@ -182,11 +190,23 @@ class Rollouts(Sender):
                 with self._count_in_flight():
                     rollout = await self._add_leg(trajectory, leg, ticket)
                 if rollout is not None:
+                    self._count(rollout, trajectory, began)
                     return rollout
                 if len(trajectory.token_ids) > before:
                     attempt.trouble = Trouble(self._patience)
                 else:
                     await attempt.retry_elsewhere(ticket, leg)
+
+    def _count(self, rollout: Rollout, trajectory: Trajectory, began: float) -> None:
+        """Count a rollout that is about to be returned."""
+        if self.tally is not None:
+            self.tally.add_rollout(
+                time.monotonic() - began,
+                len(rollout.prompt_ids),
+                rollout.cached_tokens,
+                [(span.version, span.end - span.start) for span in rollout.spans],
+                is_continued=trajectory.legs > 1,
+            )
 
     async def _add_leg(
         self,
@@ -200,6 +220,8 @@ class Rollouts(Sender):
         # The engine computed the experts of tokens before the change once more.
         has_wrong_experts = completion.is_mixed and trajectory.sampling.routed_experts
         if has_wrong_experts or not await self._is_attributed(ticket, completion):
+            if self.tally is not None:
+                self.tally.add_not_believed()
             if streamed:
                 raise RolloutError("The weights changed while this rollout was streamed.")
             return None
@@ -223,6 +245,8 @@ class Rollouts(Sender):
                 "A streamed rollout was cut, and cannot be continued with penalties."
             )
         trajectory.cut()
+        if self.tally is not None:
+            self.tally.add_cut()
         return None
 
     def _request(

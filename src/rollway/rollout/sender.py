@@ -27,6 +27,7 @@ from typing import Any, TypedDict, TypeVar
 
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
 from rollway.http import Http, Retry
+from rollway.observe.tally import RolloutTally
 from rollway.rollout.completion import Completion
 from rollway.rollout.wire import COMPLETIONS, GENERATE, Wire, has_route
 from rollway.versions import FleetVersions, Ticket
@@ -54,6 +55,9 @@ class ClientOptions(TypedDict, total=False):
 
 class Sender:
     """A client of one served model, with a bounded number of requests at once."""
+
+    tally: RolloutTally | None = None
+    """Counts what is returned and what is repeated, for the record of the run."""
 
     def __init__(
         self,
@@ -104,12 +108,19 @@ class Sender:
             if not (pins.now or is_temporary(error)):
                 raise describe_error(error, self.model) from error
             await self._refuse_missing_route(error)
+            self._count_retry(error)
             pins.exclude_current(ticket)
             # The session may be bound to a worker that died or serves an older version.
             attempt.session = uuid.uuid4().hex
             await attempt.trouble.wait(describe_error(error, self.model))
             await self._refresh_workers()
             return None
+
+    def _count_retry(self, error: Unreachable | RequestFailed) -> None:
+        if self.tally is not None:
+            self.tally.add_retry(
+                "unreachable" if isinstance(error, Unreachable) else f"status {error.status}"
+            )
 
     @contextmanager
     def _count_in_flight(self) -> Iterator[None]:

@@ -146,6 +146,11 @@ class Trajectory:
             self._mask = []
 
     @property
+    def legs(self) -> int:
+        """How many legs it has so far."""
+        return self._legs
+
+    @property
     def is_full(self) -> bool:
         return len(self.token_ids) >= self.sampling.max_tokens
 

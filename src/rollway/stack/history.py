@@ -13,6 +13,7 @@ from rollway.observe.sample import Sampler, Target
 from rollway.stack.state import ProcessState, StackState, find_record_dir
 
 _GAP_SECONDS = 1.0
+_MANY = 64
 
 
 class StackHistory:
@@ -48,10 +49,10 @@ class StackHistory:
         self._recorder.event(event, str(detail), **fields)
 
     def note_state(self, state: StackState, *, now: bool = False) -> None:
-        """Record all workers, if anything about one of them has changed: at most once a second
-        unless `now`, because a start of thousands of workers is thousands of changes."""
+        """Record all workers, if anything about one of them has changed. Of many workers only once
+        a second unless `now`: a start of thousands is thousands of changes."""
         is_early = time.monotonic() - self._noted_at < _GAP_SECONDS and not now
-        if self._recorder is None or is_early:
+        if self._recorder is None or (is_early and len(self._workers) > _MANY):
             return
         self._noted_at = time.monotonic()
         workers = [

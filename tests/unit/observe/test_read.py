@@ -85,7 +85,7 @@ def test_a_newer_schema_is_read_as_far_as_it_is_understood(tmp_path: Path) -> No
     write(tmp_path / "driver-1-a.jsonl", newer, {**event(2, "a"), "colour": "red"}, strange)
     run = Run(tmp_path)
     entries = list(run.read())
-    assert entries[-1] == {**event(2.0, "a"), "process": "driver"}
+    assert entries[-1] == {**event(2.0, "a"), "process": "driver", "source": "driver-1-a"}
     assert run.is_newer and run.problems == {"unknown kind": 1}
 
 
@@ -172,3 +172,27 @@ def test_workers_of_a_supervisor_get_the_versions_that_a_driver_recorded(tmp_pat
         if entry["kind"] == "workers"
     ]
     assert versions == [[None, None], [4, 4], [4, 4], [None, 5], [None, 5]]
+
+
+def test_workers_of_several_supervisors_are_one_list_and_no_dead_one_stays(tmp_path: Path) -> None:
+    def workers(t: float, *rows: tuple[str, str, int | None]) -> dict[str, Any]:
+        listed = [
+            {"name": name, "instance": instance, "state": "ready", "version": version}
+            for name, instance, version in rows
+        ]
+        return {"kind": "workers", "t": t, "workers": listed}
+
+    supervisor = {**HEADER, "process": "supervisor"}
+    first = workers(2, ("a", "1", None)), workers(6, ("a", "9", None))
+    write(tmp_path / "supervisor-1-a.jsonl", supervisor, *first)
+    write(tmp_path / "supervisor-2-b.jsonl", supervisor, workers(3, ("b", "2", None)))
+    joined = workers(4, ("", "1", 1), ("", "2", 1), ("", "77", 1))
+    write(tmp_path / "driver-3-c.jsonl", HEADER, joined)
+    entries = [entry for entry in Run(tmp_path).read() if entry["kind"] == "workers"]
+    rows = [[(w["name"], w["version"]) for w in entry["workers"]] for entry in entries]
+    assert rows == [
+        [("a", None)],
+        [("a", None), ("b", None)],
+        [("a", 1), ("b", 1), ("worker 77", 1)],
+        [("a", None), ("b", 1), ("worker 77", 1)],  # a restarted, and is not refitted yet
+    ]

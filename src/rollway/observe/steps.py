@@ -1,0 +1,130 @@
+"""The trainer's own part of the record: its steps, and how far its log-probs are from the engine's.
+
+    with rollway.observe.step(number) as step:
+        with step.part("generate"):
+            groups = rollouts.generate_batch(prompts)
+        with step.part("train"):
+            train(groups)
+        with step.part("publish"):
+            stack.refit(number, weights.publish(number, model.named_parameters()))
+
+Parts are `generate`, `train` and `publish`. What a refit paused is taken from `publish` and counted
+as `paused`; time in no part is `wait`. Without a recorded stack in this process, nothing is done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakSet
+
+from rollway.observe.record import Recorder
+
+_recorders: WeakSet[Recorder] = WeakSet()
+"""The recorders of the stacks that this process uses."""
+_current: Step | None = None
+
+
+class Step:
+    """One step of a trainer; `step` makes it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._parts: dict[str, float] = {}
+        self._lock = threading.Lock()  # refits end in the thread of an event loop
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time of a block as a part of the step.
+
+        Args:
+            name: `generate`, `train`, `publish`, or another name.
+        """
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, time.monotonic() - began)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere to a part."""
+        with self._lock:
+            self._parts[name] = self._parts.get(name, 0.0) + seconds
+
+    def divide(self, seconds: float) -> dict[str, float]:
+        """Return the parts of a step that took this long in all, none counted twice."""
+        parts = dict(self._parts)
+        paused = parts.pop("paused", 0.0)
+        if "publish" in parts:
+            parts["publish"] = max(0.0, parts["publish"] - paused)
+        if parts:  # a trainer that names no part is not waiting all the time
+            rest = seconds - sum(parts.values()) - paused
+            parts["wait"] = parts.get("wait", 0.0) + max(0.0, rest)
+        return {**parts, "paused": paused}
+
+
+@contextmanager
+def step(number: int) -> Iterator[Step]:
+    """Record a step of the trainer: its time, and the parts that are named inside the block.
+
+    Args:
+        number: the number of the step.
+
+    Example:
+        with rollway.observe.step(1) as step, step.part("train"):
+            train(groups)
+    """
+    global _current
+    before, current = _current, Step(number)
+    _current = current
+    began = time.monotonic()
+    try:
+        yield current
+    finally:
+        _current = before
+        seconds = time.monotonic() - began
+        parts = current.divide(seconds)
+        for recorder in list(_recorders):
+            recorder.write("trainer", step=number, seconds=seconds, parts=parts)
+
+
+def note_mismatch(
+    version: int | None,
+    k3: float,
+    *,
+    k1: float | None = None,
+    max: float | None = None,
+    tokens: int | None = None,
+) -> None:
+    """Record how far the trainer's log-probs are from the engine's, for tokens of one version.
+
+    Args:
+        version: the weight version that sampled the tokens.
+        k3: the mismatch KL.
+        k1: the mean of engine minus trainer.
+        max: the largest difference.
+        tokens: how many tokens were compared.
+
+    Example:
+        figures = rollway.rollout.mismatch.mismatch(trainer_logprobs, engine_logprobs)
+        rollway.observe.note_mismatch(3, figures.k3, k1=figures.k1, max=figures.max_abs)
+    """
+    for recorder in list(_recorders):
+        recorder.write("mismatch", version=version, k1=k1, k3=k3, max=max, tokens=tokens)
+
+
+def note_paused(seconds: float) -> None:
+    """Count what a refit paused in the step that is under way."""
+    if _current is not None:
+        _current.add("paused", seconds)
+
+
+def register(recorder: Recorder) -> None:
+    """Have steps recorded for a stack that this process uses."""
+    _recorders.add(recorder)
+
+
+def unregister(recorder: Recorder) -> None:
+    _recorders.discard(recorder)

@@ -1,0 +1,137 @@
+"""Count rollouts as they end, and record the counts every few seconds.
+
+Counting is on the path of every request, so it adds plain numbers and nothing else: no lock, no
+entry, no file. A timer of the event loop, set by the first count after a pause, hands an entry to
+the recorder. All calls are made in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollway.observe.metrics import PERCENTILES
+from rollway.observe.record import Recorder
+
+FLUSH_SECONDS = 2.0
+LARGEST_SAMPLE = 2048
+"""From how many rollouts percentiles are computed; of more, a random sample."""
+
+
+class Figures:
+    """Numbers of which percentiles are wanted, a random sample of them if they are many."""
+
+    def __init__(self) -> None:
+        self._values: list[float] = []
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        if len(self._values) < LARGEST_SAMPLE:
+            self._values.append(value)
+        elif (place := int(random.random() * self._count)) < LARGEST_SAMPLE:
+            self._values[place] = value
+
+    def find_percentiles(self) -> dict[str, float] | None:
+        """Return the percentiles; None without a value."""
+        values = sorted(self._values)
+        if not values:
+            return None
+        last = len(values) - 1
+        return {name: values[min(last, int(q * len(values)))] for name, q in PERCENTILES.items()}
+
+
+class RolloutTally:
+    """Counts the rollouts of one process since its last entry."""
+
+    def __init__(self, recorder: Recorder, seconds: float = FLUSH_SECONDS) -> None:
+        self._recorder = recorder
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._began = time.monotonic()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._count = self._tokens = self._prompt_tokens = self._cached_tokens = 0
+        self._cut = self._continued = self._not_believed = 0
+        self._latency, self._first_token, self._lengths = Figures(), Figures(), Figures()
+        self._retries: Counter[str] = Counter()
+        self._versions: Counter[str] = Counter()
+
+    def add_rollout(
+        self,
+        seconds: float,
+        prompt_tokens: int,
+        cached_tokens: int,
+        versions: Sequence[tuple[int | None, int]],
+        *,
+        is_continued: bool = False,
+    ) -> None:
+        """Count a rollout; `versions` has the number of tokens of each of its spans."""
+        tokens = 0
+        for version, count in versions:
+            tokens += count
+            self._versions[str(version)] += count
+        self._count += 1
+        self._tokens += tokens
+        self._prompt_tokens += prompt_tokens
+        self._cached_tokens += cached_tokens
+        self._continued += is_continued
+        self._latency.add(seconds)
+        self._lengths.add(tokens)
+        self._set_timer()
+
+    def add_first_token(self, seconds: float) -> None:
+        self._first_token.add(seconds)
+        self._set_timer()
+
+    def add_retry(self, cause: str) -> None:
+        self._retries[cause] += 1
+        self._set_timer()
+
+    def add_cut(self) -> None:
+        self._cut += 1
+        self._set_timer()
+
+    def add_not_believed(self) -> None:
+        self._not_believed += 1
+        self._set_timer()
+
+    def flush(self) -> None:
+        """Record what was counted since the last entry, if anything was."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._recorder.write("rollouts", **self._take())
+
+    def _set_timer(self) -> None:
+        if self._timer is None:
+            # The time before the first count of an entry is nobody's: nothing was under way.
+            now = time.monotonic()
+            self._began = max(self._began, now - self._seconds)
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self.flush)
+
+    def _take(self) -> Mapping[str, Any]:
+        now = time.monotonic()
+        fields = {
+            "seconds": now - self._began,
+            "count": self._count,
+            "tokens": self._tokens,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": self._cached_tokens,
+            "latency": self._latency.find_percentiles(),
+            "first_token": self._first_token.find_percentiles(),
+            "lengths": self._lengths.find_percentiles(),
+            "retries": dict(self._retries),
+            "cut": self._cut,
+            "continued": self._continued,
+            "not_believed": self._not_believed,
+            "versions": dict(self._versions),
+        }
+        self._began = now
+        self._reset()
+        return fields

@@ -1,0 +1,83 @@
+"""The trainer's steps and the counts of rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollway.observe import note_mismatch, step, steps
+from rollway.observe.read import Run
+from rollway.observe.record import Recorder
+from rollway.observe.steps import Step
+from rollway.observe.tally import LARGEST_SAMPLE, Figures, RolloutTally
+
+
+def read(directory: Path, kind: str) -> list[dict[str, Any]]:
+    return [entry for entry in Run(directory).read() if entry["kind"] == kind]
+
+
+def test_parts_of_a_step_are_counted_once() -> None:
+    current = Step(1)
+    for name, seconds in (("generate", 2.0), ("train", 3.0), ("publish", 4.0), ("paused", 1.0)):
+        current.add(name, seconds)
+    assert current.divide(12.0) == {
+        "generate": 2.0, "train": 3.0, "publish": 3.0, "wait": 3.0, "paused": 1.0
+    }  # fmt: skip
+    assert Step(1).divide(5.0) == {"paused": 0.0}  # no part was named, which is no wait
+
+
+def test_a_step_is_recorded_also_if_it_fails_and_nothing_without_a_stack(tmp_path: Path) -> None:
+    with step(1):
+        note_mismatch(1, 0.5)
+    recorder = Recorder(tmp_path, "driver")
+    steps.register(recorder)
+    try:
+        with pytest.raises(ValueError), step(2) as current, current.part("train"):
+            raise ValueError
+        note_mismatch(2, 0.25, tokens=3)
+    finally:
+        steps.unregister(recorder)
+    with step(3):
+        pass
+    recorder.close()
+    (entry,) = read(tmp_path, "trainer")
+    assert entry["step"] == 2 and "train" in entry["parts"]
+    (mismatch,) = read(tmp_path, "mismatch")
+    assert (mismatch["version"], mismatch["k3"], mismatch["tokens"]) == (2, 0.25, 3)
+
+
+async def test_counts_are_recorded_by_a_timer_and_nothing_is_while_nothing_happens(
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder(tmp_path, "driver")
+    tally = RolloutTally(recorder, seconds=0.01)
+    tally.flush()
+    for number in range(3):
+        tally.add_rollout(0.5 + number, 10, 4, [(1, 5), (2, 2)], is_continued=number == 0)
+    tally.add_retry("status 503")
+    tally.add_cut()
+    tally.add_not_believed()
+    await asyncio.sleep(0.05)  # the timer's time and more
+    tally.add_first_token(0.2)
+    tally.flush()
+    tally.flush()
+    recorder.close()
+    first, second = read(tmp_path, "rollouts")
+    assert (first["count"], first["tokens"], first["prompt_tokens"]) == (3, 21, 30)
+    assert first["versions"] == {"1": 15, "2": 6} and first["retries"] == {"status 503": 1}
+    assert (first["cut"], first["continued"], first["not_believed"]) == (1, 1, 1)
+    assert first["latency"] == {"p50": 1.5, "p95": 2.5, "p99": 2.5}
+    assert second["count"] == 0 and second["first_token"]["p50"] == 0.2
+
+
+def test_a_sample_of_many_figures_stays_small_and_close() -> None:
+    figures = Figures()
+    for number in range(100_000):
+        figures.add(float(number))
+    percentiles = figures.find_percentiles()
+    assert percentiles is not None
+    assert len(figures.__dict__["_values"]) == LARGEST_SAMPLE
+    assert abs(percentiles["p50"] - 50_000) < 10_000
