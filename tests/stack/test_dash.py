@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
+
+import pytest
 
 import rollway
 from rollway.observe.dash.access import Access
@@ -16,7 +19,8 @@ from rollway.stack.state import StackDir
 from tests.conftest import Footprint
 from tests.light.spec import light
 from tests.observe.browser import needs_chromium, open_browser
-from tests.waiting import wait_until, wait_until_async
+from tests.stack.policies import Policy
+from tests.waiting import wait_until
 
 OFTEN = {"interval_seconds": 0.2}
 
@@ -67,24 +71,46 @@ def test_a_stack_is_shown_by_its_address(base_model: Path, footprint: Footprint)
 
 
 @needs_chromium
-async def test_the_page_of_a_stack_shows_a_death_and_the_end(base_model: Path) -> None:
-    """In a real browser: a worker is killed and its row turns, heals; the stack ends, the page
-    stays."""
-    async with open_browser() as browser:
-        async with rollway.up({**light(base_model, "paged"), "observe": OFTEN}):
+async def test_the_page_of_a_stack_shows_a_refit_a_death_and_the_end(
+    base_model: Path, policies: list[Policy]
+) -> None:
+    """In a real browser: bars agree with the report; a worker is killed and its row turns, heals;
+    the stack ends and the page stays."""
+    async with open_browser() as browser, AsyncExitStack() as server:
+        async with rollway.up({**light(base_model, "paged"), "observe": OFTEN}) as stack:
             dashboard = Dashboard(open_stack("paged"))
-            server = serve(dashboard, Access(), "127.0.0.1", 0)
-            page = await browser.open(await server.__aenter__())
+            url = await server.enter_async_context(serve(dashboard, Access(), "127.0.0.1", 0))
+            page = await browser.open(url)
             rows = "[...document.querySelectorAll('.state')].map((s) => s.innerText).join()"
             await page.wait_for(f"{rows} === 'ready,ready'")
+
+            report = await stack.refit(1, policies[1].path)
+            await page.wait_for(
+                "document.querySelector('#refit-facts dd.good')?.innerText === 'ok'"
+            )
+            cells = "[...document.querySelectorAll('td[data-column=version]')]"
+            versions = f"{cells}.map((td) => td.innerText).join()"
+            await page.wait_for(f"{versions} === '1,1'")
+            for worker in report.workers:
+                place = f"[data-instance='{worker.instance_id}'] [data-step]"
+                bars = f'[...document.querySelectorAll("{place}")]'
+                shown = await page.run(f"{bars}.reduce((s, bar) => s + +bar.dataset.seconds, 0)")
+                seconds = (
+                    worker.preflight_seconds
+                    + worker.pause_seconds
+                    + worker.update_seconds
+                    + worker.resume_seconds
+                )
+                assert shown == pytest.approx(seconds, abs=2e-3)
+
             state = StackDir("paged").read()
             assert state is not None
-            worker = next(process for process in state.processes if process.role == "worker")
-            assert worker.pid is not None
-            os.kill(worker.pid, signal.SIGKILL)
+            process = next(process for process in state.processes if process.role == "worker")
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
             await page.wait_for("document.querySelector('.row-bad, .row-warn') !== null")
             await page.wait_for(f"{rows} === 'ready,ready'")
+            await page.wait_for(f"{versions} === '1,1'")  # its driver has refitted it
         await page.wait_for("document.getElementById('phase').innerText.startsWith('ended')")
-        await wait_until_async(lambda: page.problems == [])
+        assert page.problems == []
         assert page.list_foreign_requests() == []
-        await server.__aexit__(None, None, None)
