@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import json
 import re
 import socket
@@ -17,6 +18,7 @@ import aiohttp
 import pytest
 
 from rollway.errors import PortInUse, UsageError
+from rollway.observe.dash import verdicts, workers
 from rollway.observe.dash.access import POLICY, Access
 from rollway.observe.dash.open_run import open_directory
 from rollway.observe.dash.server import Dashboard, load_static, serve
@@ -316,3 +318,7 @@ def test_every_figure_of_the_page_is_a_metric() -> None:
     assert len(whole) > 20
     assert whole <= names
     assert {f"{name}_p99" for name in used - whole} <= names
+    source = inspect.getsource(verdicts) + inspect.getsource(workers)
+    behind = set(re.findall(r'"((?:rollway_|vllm:)\w+)"', source))
+    assert len(behind) > 8
+    assert behind <= names

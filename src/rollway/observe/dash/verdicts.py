@@ -55,7 +55,7 @@ def judge_exact(
     `foreign_tokens` were accepted with a version that no worker had."""
     threshold = f"k3 below {EXACT_GOOD:g}, red from {EXACT_WARN:g}"
     prevented = (
-        f" {_count(not_believed, 'answer')} of other weights {_was(not_believed)} discarded."
+        f" {_count(not_believed, 'answer')} of uncertain version {_was(not_believed)} discarded."
         if not_believed
         else ""
     )

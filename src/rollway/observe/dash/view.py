@@ -369,6 +369,7 @@ class View:
     def _make_exactness(self) -> dict[str, Any]:
         return {
             "mismatch": [self._mismatch[version] for version in sorted(self._mismatch)[-60:]],
+            "bounds": [verdicts.EXACT_GOOD, verdicts.EXACT_WARN],
             "not_believed": self._totals["not_believed"],
             "forks": dict(self._forks),
             "gateway": self._gateway,

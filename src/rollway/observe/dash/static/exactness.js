@@ -3,8 +3,6 @@
 import { $, el, formatNumber, plural, setText, svg } from "./dom.js";
 import { SPREAD, makeChart, updateChart } from "./charts.js";
 
-const GOOD = 1e-3;
-const BAD = 1e-2;
 const [LOW, HIGH] = [1e-7, 1];
 
 let spread = null;
@@ -23,7 +21,7 @@ export function renderExactness(model) {
   const exactness = model.sections.exactness;
   spread ??= makeChart($("exact-charts"), SPREAD);
   updateChart(spread, model.series);
-  renderMismatch(exactness.mismatch);
+  renderMismatch(exactness.mismatch, exactness.bounds);
   renderFacts(exactness);
 }
 
@@ -50,7 +48,7 @@ function renderFacts(exactness) {
   setText($("exact-summary"), exactness.not_believed ? `${plural(exactness.not_believed, "answer")} of uncertain version discarded` : "");
 }
 
-function renderMismatch(rows) {
+function renderMismatch(rows, [good, bad]) {
   const key = JSON.stringify(rows);
   if (plot.dataset.key === key) return;
   plot.dataset.key = key;
@@ -66,8 +64,8 @@ function renderMismatch(rows) {
   };
   const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none" });
   const labels = el("div", { class: "scale", "aria-hidden": "true" });
-  for (const k3 of [1e-6, 1e-4, GOOD, BAD, 1]) {
-    const kind = k3 === GOOD ? "line-warn" : k3 === BAD ? "line-bad" : "line";
+  for (const k3 of [1e-6, 1e-4, good, bad, 1]) {
+    const kind = k3 === good ? "line-warn" : k3 === bad ? "line-bad" : "line";
     root.append(svg("line", { x1: left, x2: width, y1: place(k3), y2: place(k3), class: kind }));
     const label = el("span", { class: kind }, k3 === 1 ? "1" : k3.toExponential(0));
     label.style.top = `${((100 * place(k3)) / height).toFixed(1)}%`;
@@ -75,7 +73,7 @@ function renderMismatch(rows) {
   }
   const gap = (width - left) / rows.length;
   rows.forEach((row, index) => {
-    const level = row.k3 < GOOD ? "good" : row.k3 < BAD ? "warn" : "bad";
+    const level = row.k3 < good ? "good" : row.k3 < bad ? "warn" : "bad";
     const bar = svg("rect", { x: left + gap * (index + 0.15), width: gap * 0.7, y: place(row.k3), height: Math.max(height - bottom - place(row.k3), 1), class: `bar-${level}` });
     bar.append(svg("title", {}, `version ${row.version}: k3 ${formatNumber(row.k3)}, ${row.tokens.toLocaleString("en")} tokens`));
     root.append(bar);
