@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         )
         add_commands(_make_add(group))
     _add_gateway(add("gateway", "programs:gateway", "serve an OpenAI endpoint that records tokens"))
+    _add_dash(add("dash", "dash:dash", "show a stack, or a recorded run, as a page in the browser"))
     _add_chaos(add("chaos", "programs:chaos", "refit while things break, and check every token"))
     _add_demo(add("demo", "programs:demo", "train a tiny policy with GRPO on a real stack"))
     return parser
@@ -194,6 +195,17 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routed-experts", action="store_true", help=text)
     parser.add_argument("--tls-cert", metavar="FILE", help="certificate (PEM), to serve https")
     parser.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
+
+
+def _add_dash(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a recorded run instead")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: loopback)")
+    parser.add_argument("--port", type=int, default=8180, help="0 for a free one (default 8180)")
+    text = "admit only who has a token: that of ROLLWAY_DASH_TOKEN, or a random one"
+    parser.add_argument("--token", action="store_true", help=text)
+    text = "whether to open a browser (default: if a person starts it)"
+    parser.add_argument("--open", action=argparse.BooleanOptionalAction, default=True, help=text)
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:

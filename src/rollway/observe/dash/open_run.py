@@ -1,0 +1,93 @@
+"""Find what `rollway dash` is asked for: a stack that is up, an address, a recorded run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollway.errors import RollwayError, UsageError
+from rollway.observe.dash.attached import record_attached
+from rollway.observe.dash.source import Phase, Source
+from rollway.observe.read import Run
+from rollway.stack import local
+from rollway.stack.ray import launcher
+from rollway.stack.state import StackDir, StackState, find_record_dir, home
+
+
+@contextmanager
+def open_source(name: str | None, directory: Path | None) -> Iterator[Source]:
+    """Yield the source of a stack, of a frontend's address, or of a run directory."""
+    if directory is not None:
+        yield open_directory(directory)
+    elif name is not None and "://" in name:
+        with record_attached(name) as recorded:
+            source = _make_source(name, Run(recorded))
+            source.get_phase = lambda: "live"
+            yield source
+    else:
+        yield open_stack(launcher.resolve_name(name))
+
+
+def open_directory(directory: Path) -> Source:
+    """Return the source of a recorded run."""
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a directory.", "Give the directory of a run.")
+    if not any(directory.glob("*.jsonl")):
+        raise UsageError(
+            f"{directory} has no record of a run.", f"Runs are recorded in {home() / 'runs'}."
+        )
+    return _make_source(str(directory), Run(directory))
+
+
+def open_stack(name: str) -> Source:
+    """Return the source of a stack that is up, here or on a Ray cluster, or left behind here."""
+    state = StackDir(name).read() or _find_on_ray(name)
+    if state is None:
+        raise local.make_not_running_error(name)
+    directory = find_record_dir(state)
+    if directory is None:
+        raise UsageError(
+            f"`{name}` records nothing.", "Remove `observe: off` from its spec, and start it again."
+        )
+    if not directory.is_dir():
+        raise RollwayError(
+            f"The record of `{name}` is not on this machine: there is no {directory}.",
+            "Run `rollway dash` on the machine of its head, or with the same ROLLWAY_HOME.",
+        )
+    source = _make_source(name, Run(directory))
+    source.log_dir = Path(state.log_dir)
+    if state.ray_namespace:
+        source.get_phase = lambda: "live"  # its record says when it ends
+    else:
+        source.get_phase = lambda: get_phase(name, state)
+    return source
+
+
+def _find_on_ray(name: str) -> StackState | None:
+    if not launcher.may_reach_cluster():
+        return None
+    with contextlib.suppress(RollwayError):
+        return next((state for state in launcher.list_stacks() if state.name == name), None)
+    return None
+
+
+def get_phase(name: str, started: StackState) -> Phase:
+    """Return whether the same run of a stack is still up."""
+    try:
+        state = StackDir(name).read()
+    except RollwayError:
+        return "ended"
+    if state is None or state.run_id != started.run_id or not state.is_supervised:
+        return "ended"
+    return "live"
+
+
+def _make_source(label: str, run: Run) -> Source:
+    return Source(
+        label,
+        poll=run.follower().poll,
+        read=lambda: Run(run.directory).read(),
+        count_problems=lambda: dict(run.problems),
+    )

@@ -1,0 +1,394 @@
+"""Serve the page of one run.
+
+    run directory ── poll, in a thread ──► View ── every tick, what changed ──► each open page
+                                            │
+    GET /                  the page, and /static/… for its parts
+    GET /api/model[?at=T]  everything, now or as it was
+    GET /api/refit?key=K   the bars of one refit (with `at`, too)
+    GET /api/stream        server-sent events: first everything, then what changed
+    GET /api/logs, /api/log?name=N    names of logs; one log, followed
+
+It only reads, and only the run and log directories. See `access` for who is admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import zlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from rollway.errors import PortInUse, UsageError
+from rollway.observe.dash.access import Access, add_headers, make_guard, refuse
+from rollway.observe.dash.source import History, Source
+from rollway.observe.dash.view import View
+from rollway.stack.logs import Follower
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+TICK_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 15.0
+_MOST_STREAMS = 64
+_LOG_LINES, _LINE_LENGTH = 400, 4_000
+_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
+
+
+class Dashboard:
+    """The page of one source, for any number of browsers."""
+
+    def __init__(self, source: Source, access: Access | None = None) -> None:
+        self.source = source
+        self.view = View()
+        self._access = access or Access()
+        self._phase = "live"
+        self._trouble = ""
+        self._history: History | None = None
+        self._history_lock = asyncio.Lock()
+        self._past: tuple[float, View] | None = None
+        self._changed = asyncio.Event()
+        self._streams = 0
+        self._is_closing = False
+        self._files = load_static()
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[make_guard(self._access)])
+        app.on_response_prepare.append(add_headers)
+        app.router.add_get("/", self._send_index)
+        app.router.add_get("/static/{name}", self._send_static)
+        app.router.add_get("/api/model", self._send_model)
+        app.router.add_get("/api/refit", self._send_refit)
+        app.router.add_get("/api/stream", self._stream)
+        app.router.add_get("/api/logs", self._send_logs)
+        app.router.add_get("/api/log", self._stream_log)
+        app.cleanup_ctx.append(self._follow)
+        app.on_shutdown.append(self._close)
+        return app
+
+    # --- the run ---------------------------------------------------------------------------------
+
+    async def _follow(self, _: web.Application) -> AsyncIterator[None]:
+        await self._poll()  # the first page has everything that is there
+        task = asyncio.create_task(self._poll_forever())
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _poll_forever(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            await self._poll()
+
+    async def _poll(self) -> None:
+        """Take all new entries. A directory that cannot be read now may be back later."""
+        before = (self._phase, self._trouble)
+        count = 0
+        try:
+            while entries := await asyncio.to_thread(self.source.poll):
+                count += len(entries)
+                for number, entry in enumerate(entries):
+                    self.view.add(entry)
+                    if number % 200 == 199:
+                        await asyncio.sleep(0)  # pages are answered meanwhile
+            self._phase, self._trouble = await asyncio.to_thread(self.source.get_phase), ""
+        except OSError as error:
+            self._trouble = f"The record cannot be read: {error.strerror or error}."
+        if count or before != (self._phase, self._trouble):
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def make_model(self, view: View | None = None) -> dict[str, Any]:
+        """Return what the page shows without its series, events and bars."""
+        sections = (view or self.view).get_sections()
+        problems = self.source.count_problems()
+        unread = ", ".join(f"{count:,} {reason}" for reason, count in problems.items() if count)
+        notes = [self._trouble] if self._trouble else []
+        if unread:
+            notes.append(f"Lines of the record that could not be read: {unread}.")
+        run = sections["run"]
+        ended = self._phase == "ended" or run["ended"] is not None
+        sections["run"] = {
+            **run,
+            "label": self.source.label,
+            "phase": "ended" if ended and self._phase != "recorded" else self._phase,
+            "notes": notes + run["notes"],
+            "has_logs": self.source.log_dir is not None,
+        }
+        return sections
+
+    # --- answers ---------------------------------------------------------------------------------
+
+    async def _send_index(self, _: web.Request) -> web.Response:
+        return self._make_file("index.html")
+
+    async def _send_static(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in self._files:
+            return refuse(404, "There is no such file.")
+        return self._make_file(name)
+
+    def _make_file(self, name: str) -> web.Response:
+        content, kind = self._files[name]
+        response = web.Response(body=content, content_type=kind, charset="utf-8")
+        response.enable_compression()
+        return response
+
+    async def _send_model(self, request: web.Request) -> web.Response:
+        view, at = await self._get_view(request)
+        model = self.make_model(view)
+        if at is not None:
+            model["run"] |= {"at": at, "first": self.view.first, "last": self.view.now}
+        return _make_json(
+            {
+                "sections": model,
+                "series": view.get_series(),
+                "events": view.get_events(),
+                "refit": round_bars(view.get_refit("")),
+            }
+        )
+
+    async def _send_refit(self, request: web.Request) -> web.Response:
+        view, _ = await self._get_view(request)
+        refit = view.get_refit(request.query.get("key", "")[:60])
+        if refit is None:
+            return refuse(404, "There is no such refit; the last fifty are kept.")
+        return _make_json(round_bars(refit))
+
+    async def _get_view(self, request: web.Request) -> tuple[View, float | None]:
+        """Return the view now, or as it was at the time that the request names."""
+        text = request.query.get("at")
+        if text is None:
+            return self.view, None
+        try:
+            at = float(text)
+        except ValueError:
+            at = math.nan
+        if not math.isfinite(at):
+            raise web.HTTPBadRequest(reason="`at` is seconds since 1970.")
+        async with self._history_lock:
+            if self._past is None or self._past[0] != at:
+                if self._history is None or self._history.until < min(at, self.view.now):
+                    self._history = await asyncio.to_thread(lambda: History(self.source.read()))
+                self._past = (at, await asyncio.to_thread(self._history.view_at, at))
+            return self._past[1], at
+
+    async def _send_logs(self, _: web.Request) -> web.Response:
+        return _make_json({"logs": await asyncio.to_thread(self.source.list_logs)})
+
+    # --- streams ---------------------------------------------------------------------------------
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        async with self._open_stream(request) as response:
+            page = _Page(self)
+            while not self._is_closing:
+                changed = self._changed  # before the update: what comes meanwhile is not missed
+                if update := page.make_update():
+                    await response.send(update)
+                    await asyncio.sleep(TICK_SECONDS)
+                try:
+                    await asyncio.wait_for(changed.wait(), _HEARTBEAT_SECONDS)
+                except TimeoutError:
+                    await response.send_heartbeat()
+        return response.response
+
+    async def _stream_log(self, request: web.Request) -> web.StreamResponse:
+        path = await asyncio.to_thread(self.source.find_log, request.query.get("name", ""))
+        if path is None:
+            return refuse(404, "There is no such log.")
+        async with self._open_stream(request) as response:
+            follower = await asyncio.to_thread(Follower, path, _LOG_LINES)
+            try:
+                quiet = 0.0
+                while not self._is_closing:
+                    lines = await asyncio.to_thread(follower.read)
+                    quiet = 0.0 if lines else quiet + POLL_SECONDS
+                    if lines:
+                        lines = [line[:_LINE_LENGTH] for line in lines[-_LOG_LINES:]]
+                        await response.send(lines)
+                    elif quiet >= _HEARTBEAT_SECONDS:
+                        quiet = 0.0
+                        await response.send_heartbeat()
+                    await asyncio.sleep(POLL_SECONDS)
+            finally:
+                follower.close()
+        return response.response
+
+    @asynccontextmanager
+    async def _open_stream(self, request: web.Request) -> AsyncIterator[_Stream]:
+        if self._streams >= _MOST_STREAMS:
+            raise web.HTTPServiceUnavailable(reason=f"{_MOST_STREAMS} pages are open already.")
+        self._streams += 1
+        stream = _Stream(request)
+        try:
+            await stream.response.prepare(request)
+            # Only a browser that went away ends it so.
+            with contextlib.suppress(ConnectionError):
+                yield stream
+        finally:
+            self._streams -= 1
+
+    async def _close(self, _: web.Application) -> None:
+        self._is_closing = True
+        self._changed.set()
+
+
+class _Stream:
+    """Server-sent events, compressed as one stream: a message repeats most of those before it."""
+
+    def __init__(self, request: web.Request) -> None:
+        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self._compressor = None
+        if "gzip" in request.headers.get("Accept-Encoding", ""):
+            self.response.headers["Content-Encoding"] = "gzip"
+            self._compressor = zlib.compressobj(wbits=16 + zlib.MAX_WBITS)
+
+    async def send(self, message: object) -> None:
+        await self._write(b"data: " + msgspec.json.encode(message) + b"\n\n")
+
+    async def send_heartbeat(self) -> None:
+        await self._write(b": still here\n\n")
+
+    async def _write(self, data: bytes) -> None:
+        if self._compressor is not None:
+            data = self._compressor.compress(data) + self._compressor.flush(zlib.Z_SYNC_FLUSH)
+        await self.response.write(data)
+
+
+class _Page:
+    """What one open page has been sent."""
+
+    def __init__(self, dashboard: Dashboard) -> None:
+        self._dashboard = dashboard
+        self._sections: dict[str, bytes] = {}
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._times: dict[str, float] = {}
+        self._event = 0
+        self._refit = b""
+        self._is_first = True
+
+    def make_update(self) -> dict[str, Any]:
+        """Return what the page does not have yet; empty if nothing."""
+        view = self._dashboard.view
+        update: dict[str, Any] = {}
+        sections = self._dashboard.make_model()
+        fleet = self._find_changed_rows(sections.pop("fleet"))
+        changed = {}
+        for name, section in sections.items():
+            packed = msgspec.json.encode(section)
+            if self._sections.get(name) != packed:
+                self._sections[name], changed[name] = packed, section
+        if fleet:
+            changed["fleet"] = fleet
+        if changed:
+            update["sections"] = changed
+        if series := self._find_new_points(view.get_series()):
+            update["series"] = series
+        if events := view.get_events(self._event):
+            update["events"], self._event = events, events[-1]["id"]
+        refit = round_bars(view.get_refit(""))
+        packed = msgspec.json.encode(refit)
+        if packed != self._refit:
+            update["refit"], self._refit = refit, packed
+        if update and self._is_first:
+            update["first"], self._is_first = True, False
+        return update
+
+    def _find_changed_rows(self, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the fields of rows that changed, and the names of all rows."""
+        by_name = {row["name"]: row for row in rows}
+        changes = []
+        for name, row in by_name.items():
+            before = self._rows.get(name, {})
+            fields = {key: row[key] for key in row if key not in before or before[key] != row[key]}
+            if fields:
+                changes.append({**fields, "name": name})
+        if not changes and by_name.keys() == self._rows.keys() and self._rows:
+            return None
+        update: dict[str, Any] = {"rows": changes}
+        if list(by_name) != list(self._rows):
+            update["names"] = list(by_name)
+        self._rows = {name: dict(row) for name, row in by_name.items()}
+        return update
+
+    def _find_new_points(self, series: Mapping[str, dict[str, list[float]]]) -> dict[str, Any]:
+        new = {}
+        for name, points in series.items():
+            last = self._times.get(name, -math.inf)
+            count = sum(1 for t in reversed(points["t"]) if t > last) if last > -math.inf else None
+            if count == 0:
+                continue
+            new[name] = {
+                key: values[-count:] if count else values for key, values in points.items()
+            }
+            self._times[name] = points["t"][-1]
+        return new
+
+
+def round_bars(refit: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a refit whose bars have tenths of milliseconds: 128 workers have a thousand bars."""
+    if refit is None:
+        return None
+    rows = [
+        {**row, "bars": [(name, round(a, 4), round(b, 4)) for name, a, b in row["bars"]]}
+        for row in refit["rows"]
+    ]
+    return {**refit, "rows": rows}
+
+
+def load_static() -> dict[str, tuple[bytes, str]]:
+    """Read the page's files from the package, with their types."""
+    folder = resources.files("rollway.observe.dash") / "static"
+    files = {}
+    for item in folder.iterdir():
+        kind = _TYPES.get(f".{item.name.rpartition('.')[2]}")
+        if kind is not None:
+            files[item.name] = (item.read_bytes(), kind)
+    return files
+
+
+def _make_json(value: object) -> web.Response:
+    response = web.Response(body=msgspec.json.encode(value), content_type="application/json")
+    response.enable_compression()
+    return response
+
+
+@asynccontextmanager
+async def serve(dashboard: Dashboard, access: Access, host: str, port: int) -> AsyncIterator[str]:
+    """Listen, and yield the address to open, with the token if there is one."""
+    access.check_host(host)
+    runner = web.AppRunner(dashboard.app(), access_log=None, shutdown_timeout=2.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port, reuse_address=True)
+        try:
+            await site.start()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise PortInUse(
+                    f"Port {port} of {host} is taken, perhaps by another dashboard.",
+                    "Choose another with --port, or --port 0 for a free one.",
+                ) from error
+            raise UsageError(
+                f"The dashboard cannot listen on {host}: {error.strerror or error}.",
+                "Give --host an address of this machine.",
+            ) from error
+        bound = runner.addresses[0][1]
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{bound}/" + (f"?token={access.token}" if access.token else "")
+    finally:
+        await runner.cleanup()

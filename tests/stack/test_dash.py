@@ -1,0 +1,116 @@
+"""The dashboard of a stack of light workers: of its own record, and attached by its address."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+import rollway
+from rollway.observe.dash.access import Access
+from rollway.observe.dash.open_run import open_source, open_stack
+from rollway.observe.dash.server import Dashboard, serve
+from rollway.observe.dash.source import Source
+from rollway.observe.dash.view import View
+from rollway.stack.state import StackDir
+from tests.conftest import Footprint
+from tests.light.spec import light
+from tests.observe.browser import needs_chromium, open_browser
+from tests.stack.policies import Policy
+from tests.waiting import wait_until
+
+OFTEN = {"interval_seconds": 0.2}
+
+
+def follow(source: Source, view: View) -> View:
+    for entry in source.poll():
+        view.add(entry)
+    return view
+
+
+def test_a_stack_is_shown_with_its_workers_their_deaths_and_its_end(
+    base_model: Path, footprint: Footprint
+) -> None:
+    with rollway.up({**light(base_model, "dashed"), "observe": OFTEN}):
+        source, view = open_stack("dashed"), View()
+
+        def list_states() -> list[str]:
+            return [row["state"] for row in follow(source, view).get_sections()["fleet"]]
+
+        wait_until(lambda: list_states() == ["ready", "ready"])
+        assert source.get_phase() == "live"
+        state = StackDir("dashed").read()
+        assert state is not None
+        worker = next(process for process in state.processes if process.role == "worker")
+        assert worker.pid is not None
+        assert worker.name in source.list_logs()
+        os.kill(worker.pid, signal.SIGKILL)
+        wait_until(lambda: list_states() != ["ready", "ready"])
+        wait_until(lambda: list_states() == ["ready", "ready"])
+        rows = {row["name"]: row for row in view.get_sections()["fleet"]}
+        wait_until(lambda: follow(source, view).workers.as_json()[0]["load"] is not None)
+        assert rows[worker.name]["last_event"] == "ready"
+        events = [e["event"] for e in view.get_events() if e["worker"] == worker.name]
+        assert "exited" in events
+    wait_until(lambda: follow(source, view).get_sections()["run"]["ended"] is not None)
+    assert source.get_phase() == "ended"
+    assert footprint.settle() == {}
+
+
+def test_a_stack_is_shown_by_its_address(base_model: Path, footprint: Footprint) -> None:
+    with rollway.up({**light(base_model, "by-address"), "observe": "off"}) as stack:
+        with open_source(stack.frontend_url, None) as source:
+            view = View()
+            wait_until(lambda: len(follow(source, view).get_sections()["fleet"]) == 2)
+            assert all(row["state"] == "serving" for row in view.get_sections()["fleet"])
+        assert stack.rl_url  # the stack goes on
+    assert footprint.settle() == {}
+
+
+@needs_chromium
+async def test_the_page_of_a_stack_shows_a_refit_a_death_and_the_end(
+    base_model: Path, policies: list[Policy]
+) -> None:
+    """In a real browser: bars agree with the report; a worker is killed and its row turns, heals;
+    the stack ends and the page stays."""
+    async with open_browser() as browser, AsyncExitStack() as server:
+        async with rollway.up({**light(base_model, "paged"), "observe": OFTEN}) as stack:
+            dashboard = Dashboard(open_stack("paged"))
+            url = await server.enter_async_context(serve(dashboard, Access(), "127.0.0.1", 0))
+            page = await browser.open(url)
+            rows = "[...document.querySelectorAll('.state')].map((s) => s.innerText).join()"
+            await page.wait_for(f"{rows} === 'ready,ready'")
+
+            report = await stack.refit(1, policies[1].path)
+            await page.wait_for(
+                "document.querySelector('#refit-facts dd.good')?.innerText === 'ok'"
+            )
+            cells = "[...document.querySelectorAll('td[data-column=version]')]"
+            versions = f"{cells}.map((td) => td.innerText).join()"
+            await page.wait_for(f"{versions} === '1,1'")
+            for worker in report.workers:
+                place = f"[data-instance='{worker.instance_id}'] [data-step]"
+                bars = f'[...document.querySelectorAll("{place}")]'
+                shown = await page.run(f"{bars}.reduce((s, bar) => s + +bar.dataset.seconds, 0)")
+                seconds = (
+                    worker.preflight_seconds
+                    + worker.pause_seconds
+                    + worker.update_seconds
+                    + worker.resume_seconds
+                )
+                assert shown == pytest.approx(seconds, abs=2e-3)
+
+            state = StackDir("paged").read()
+            assert state is not None
+            process = next(process for process in state.processes if process.role == "worker")
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            await page.wait_for("document.querySelector('.row-bad, .row-warn') !== null")
+            await page.wait_for(f"{rows} === 'ready,ready'")
+            await page.wait_for(f"{versions} === '1,1'")  # its driver has refitted it
+        await page.wait_for("document.getElementById('phase').innerText.startsWith('ended')")
+        assert page.problems == []
+        assert page.list_foreign_requests() == []

@@ -1,0 +1,332 @@
+"""From entries to the page's model: figures, levels, bars; and entries that nobody should write."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollway.observe.dash import verdicts
+from rollway.observe.dash.series import MOST_POINTS, Series
+from rollway.observe.dash.timeline import KEPT
+from rollway.observe.dash.view import View
+from tests.observe.make_run import MadeRun, make_header
+
+T = 1.7e9
+LEVELS = ("good", "warn", "bad", "unknown")
+
+
+def see(*entries: object) -> View:
+    view = View()
+    for entry in entries:
+        view.add(entry)
+    return view
+
+
+def see_run(workers: int = 4, seconds: float = 300.0) -> View:
+    pairs = MadeRun(workers).run(T, seconds)
+    return see(*({**entry, "process": process} for process, entry in pairs))  # as a reader does
+
+
+def answer(view: View, name: str) -> dict[str, Any]:
+    return next(verdict for verdict in view.get_sections()["top"] if verdict["name"] == name)
+
+
+def make_workers(t: float, **versions: int | None) -> dict[str, Any]:
+    rows = [
+        {"name": name, "instance": str(2**60 + i), "state": "ready", "version": version}
+        for i, (name, version) in enumerate(versions.items())
+    ]
+    return {"kind": "workers", "t": t, "workers": rows}
+
+
+# --- the top line ---------------------------------------------------------------------------------
+
+
+def test_a_healthy_run_is_good_in_all_four() -> None:
+    view = see_run()
+    assert [verdict["level"] for verdict in view.get_sections()["top"]] == ["good"] * 4
+    assert all(
+        verdict["threshold"] and verdict["sentence"] for verdict in view.get_sections()["top"]
+    )
+
+
+def test_nothing_measured_is_unknown_and_not_good() -> None:
+    levels = {verdict["level"] for verdict in see().get_sections()["top"]}
+    assert levels == {"unknown"}
+
+
+@pytest.mark.parametrize(("k3", "level"), [(9e-4, "good"), (1e-3, "warn"), (1e-2, "bad")])
+def test_exactness_follows_the_mismatch_of_the_newest_version(k3: float, level: str) -> None:
+    entries = [
+        {"kind": "mismatch", "t": T, "version": 1, "k1": 0.0, "k3": 0.5, "max": 1.0, "tokens": 9},
+        {
+            "kind": "mismatch",
+            "t": T + 1,
+            "version": 2,
+            "k1": 0.0,
+            "k3": k3,
+            "max": 0.1,
+            "tokens": 9,
+        },
+    ]
+    assert answer(see(*entries), "exact")["level"] == level
+
+
+def test_tokens_of_a_version_that_no_worker_had_are_not_exact() -> None:
+    rollouts = {"kind": "rollouts", "t": T, "seconds": 2, "count": 1, "tokens": 5,
+                "versions": {"7": 5}}  # fmt: skip
+    view = see(make_workers(T, a=3), rollouts, make_workers(T + 10, a=3))
+    assert answer(view, "exact")["level"] == "unknown"  # the list of workers may still come
+    view.add(make_workers(T + 60, a=3))
+    assert answer(view, "exact")["level"] == "bad"
+    view.add(make_workers(T + 61, a=7))
+    assert answer(view, "exact")["level"] == "unknown"
+
+
+def test_a_worker_that_is_behind_is_amber_then_red_and_a_refit_explains_it() -> None:
+    view = see(make_workers(T, a=3, b=3))
+    assert answer(view, "fresh")["level"] == "good"
+    view.add(make_workers(T + 1, a=4, b=3))
+    assert answer(view, "fresh")["level"] == "warn"
+    view.add({"kind": "event", "t": T + 2 + verdicts.FRESH_SECONDS, "event": "note"})
+    assert answer(view, "fresh")["level"] == "bad"
+    view.add({"kind": "step", "t": T + 40, "refit": 5, "worker": str(2**60), "step": "preflight"})
+    assert answer(view, "fresh")["level"] == "warn"
+    assert "refit to version 5" in answer(view, "fresh")["sentence"]
+
+
+def test_a_worker_that_died_does_not_serve_and_has_no_version() -> None:
+    view = see(make_workers(T, a=3, b=3))
+    view.add({"kind": "event", "t": T + 1, "event": "exited", "worker": "b", "detail": "-9"})
+    row = view.get_sections()["fleet"][1]
+    assert (row["state"], row["version"], row["last_event"]) == ("exited", None, "exited")
+    assert answer(view, "fresh")["figure"] == "1 of 1"
+    dead = make_workers(T + 2, a=3, b=3)
+    dead["workers"][1]["state"] = "exited"  # a driver may have told its version before
+    view.add(dead)
+    assert view.get_sections()["fleet"][1]["version"] is None
+
+
+def test_few_prompt_tokens_make_no_red_cache() -> None:
+    rollouts = {"kind": "rollouts", "t": T, "seconds": 2, "cached_tokens": 0, "prompt_tokens": 50}
+    assert answer(see(rollouts), "cached")["level"] == "warn"
+    assert answer(see({**rollouts, "prompt_tokens": 50_000}), "cached")["level"] == "bad"
+
+
+def test_waiting_and_pauses_are_not_busy() -> None:
+    step = {"kind": "trainer", "t": T, "step": 1, "seconds": 10.0,
+            "parts": {"generate": 3.0, "train": 1.0, "wait": 4.0, "paused": 2.0}}  # fmt: skip
+    verdict = answer(see(step), "busy")
+    assert (verdict["level"], verdict["figure"]) == ("bad", "40%")
+
+
+# --- refits ---------------------------------------------------------------------------------------
+
+
+def test_bars_of_a_worker_add_up_to_its_report() -> None:
+    run = MadeRun(4)
+    entries = [*run.start(T), *run.refit(T + 10, 1)]
+    report = next(e["report"] for _, e in entries if e["kind"] == "refit")
+    view = see(*(entry for _, entry in entries))
+    rows = {row["instance"]: row for row in view.get_refit("")["rows"]}
+    for worker in report["workers"]:
+        bars = rows[worker["instance_id"]]["bars"]
+        sums = {name: last - first for name, first, last in bars}
+        assert math.isclose(sums["preflight"], worker["preflight_seconds"])
+        assert math.isclose(sums["leave"] + sums["pause"], worker["pause_seconds"])
+        update = sums["load"] + sums["flush"] + sums["verify"]
+        assert math.isclose(update, worker["update_seconds"])
+        assert math.isclose(sums["open"], worker["resume_seconds"])
+        ends = [last for _, _, last in bars]
+        assert ends == sorted(ends)
+
+
+def test_an_order_has_the_steps_that_the_worker_measured() -> None:
+    worker = {
+        "instance_id": "5", "state": "serving", "version": 1, "preflight_seconds": 1.0,
+        "pause_seconds": 0.3, "update_seconds": 0.5, "resume_seconds": 0.1,
+        "paused_seconds": 0.7, "steps": {"order": 0.9, "order.leave": 0.1,
+        "order.engine.stop": 0.2, "order.engine": 0.7, "order.engine.swap": 0.5,
+        "order.engine.swap.copy": 0.4, "order.enter": 0.1},
+    }  # fmt: skip
+    entry = {"kind": "refit", "t": T + 3, "began": T, "outcome": "ok",
+             "report": {"version": 1, "seconds": 3.0, "paused_seconds": 0.7,
+                        "workers": [worker]}}  # fmt: skip
+    (row,) = see(entry).get_refit("")["rows"]
+    lengths = [(name, round(last - first, 6)) for name, first, last in row["bars"]]
+    assert lengths == [("preflight", 1.0), ("leave", 0.1), ("pause", 0.2), ("load", 0.5),
+                       ("open", 0.1)]  # fmt: skip
+    assert row["paused"] == pytest.approx([1.0, 1.7])
+
+
+def test_a_running_refit_grows_and_its_last_step_is_open() -> None:
+    view = see(
+        {"kind": "step", "t": T, "refit": 1, "worker": "5", "step": "preflight"},
+        {"kind": "step", "t": T + 1, "refit": 1, "worker": "5", "step": "update"},
+        {"kind": "event", "t": T + 3, "event": "note"},
+    )
+    refit = view.get_refit("")
+    assert refit["outcome"] == "running"
+    assert refit["rows"][0]["bars"] == [("preflight", 0.0, 1.0), ("load", 1.0, 3.0)]
+
+
+def test_the_slow_worker_of_a_refit_is_marked() -> None:
+    entries = [entry for _, entry in MadeRun(8).refit(T, 3)]
+    view = see(make_header(T, "driver", 1), *entries)
+    assert sum(row["straggler"] for row in view.get_refit("")["rows"]) == 1
+
+
+def test_a_failed_refit_has_its_text_and_an_event() -> None:
+    view = see(*(entry for _, entry in MadeRun(3).refit(T, 3, fails=True)))
+    refit = view.get_refit("")
+    assert (refit["outcome"], refit["failed"]) == ("failed", 1)
+    assert refit["rows"][0]["error"].startswith("The parameters differ")
+    assert view.get_events()[-1]["event"] == "refit failed"
+    assert view.get_events()[-1]["level"] == "bad"
+
+
+def test_the_last_fifty_refits_are_kept() -> None:
+    run = MadeRun(1)
+    view = see(*(e for version in range(60) for _, e in run.refit(T + version, version)))
+    refits = view.get_sections()["refits"]
+    assert len(refits) == KEPT
+    assert refits[0]["version"] == 59
+    assert view.get_refit(refits[-1]["key"])["version"] == 10
+
+
+# --- the rest -------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_no_longer_sampled_is_a_gap_and_not_a_zero() -> None:
+    sample = {"kind": "sample", "t": T + 1, "values": {
+        "vllm:num_requests_running": {"worker=a": 3, "worker=b": 4}}}  # fmt: skip
+    later = {"kind": "sample", "t": T + 30, "values": {
+        "vllm:num_requests_running": {"worker=a": 5}}}  # fmt: skip
+    view = see(make_workers(T, a=1, b=1), sample, later)
+    assert [row["load"] for row in view.get_sections()["fleet"]] == [5, None]
+
+
+def test_workers_of_two_supervisors_are_one_fleet() -> None:
+    first, second = make_workers(T, a=1, b=1), make_workers(T, c=1)
+    for node, entry in (("10.0.0.1", first), ("10.0.0.2", second)):
+        for worker in entry["workers"]:
+            worker["node"] = node
+    view = see(first, second)
+    assert [row["name"] for row in view.get_sections()["fleet"]] == ["a", "b", "c"]
+    view.add({**first, "workers": first["workers"][:1]})
+    assert [row["name"] for row in view.get_sections()["fleet"]] == ["a", "c"]
+
+
+def test_a_driver_knows_versions_and_supervisors_know_processes() -> None:
+    """The rows are the supervisor's; without one, as with an attached stack, the driver's."""
+    told = {**make_workers(T, x=4, y=4), "process": "driver"}
+    view = see(told)
+    assert [row["version"] for row in view.get_sections()["fleet"]] == [4, 4]
+    view.add({**make_workers(T + 1, a=None, b=None), "process": "supervisor"})
+    fleet = view.get_sections()["fleet"]
+    assert [(row["name"], row["version"]) for row in fleet] == [("a", 4), ("b", 4)]
+    view.add({**make_workers(T + 2, x=5, y=4), "process": "driver"})
+    fleet = view.get_sections()["fleet"]
+    assert [(row["name"], row["version"]) for row in fleet] == [("a", 5), ("b", 4)]
+
+
+def test_instance_ids_stay_text() -> None:
+    rows = json.loads(json.dumps(see_run().get_sections()["fleet"]))
+    assert all(isinstance(row["instance"], str) and int(row["instance"]) > 2**53 for row in rows)
+
+
+def test_the_end_is_told_and_a_new_start_takes_it_back() -> None:
+    start, stop = {"kind": "event", "event": "start"}, {"kind": "event", "event": "stopped"}
+    view = see({**start, "t": T}, {**stop, "t": T + 9})
+    assert view.get_sections()["run"]["ended"] == T + 9
+    view.add({**start, "t": T + 10})
+    assert view.get_sections()["run"]["ended"] is None
+
+
+def test_a_newer_schema_is_read_as_far_as_it_is_known_and_said() -> None:
+    view = see({**make_header(T, "driver", 1), "schema": 2}, make_workers(T, a=1))
+    assert "schema 2" in view.get_sections()["run"]["notes"][0]
+    assert len(view.get_sections()["fleet"]) == 1
+
+
+def test_a_page_asks_only_for_what_it_does_not_have() -> None:
+    view = see_run()
+    events = view.get_events()
+    assert view.get_events(events[-2]["id"]) == events[-1:]
+    since = view.get_series()["tokens_per_second"]["t"][-3]
+    assert len(view.get_series(since)["tokens_per_second"]["t"]) == 2
+
+
+def test_a_day_of_many_workers_has_bounded_size() -> None:
+    view = see_run(workers=128, seconds=1200)
+    for second in range(40_000):
+        view.add({"kind": "rollouts", "t": T + 2000 + second, "seconds": 1, "tokens": 1})
+    assert len(view.get_series()["tokens_per_second"]["t"]) <= MOST_POINTS
+    assert len(json.dumps(view.get_sections())) < 80_000
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(-(10**5), 10**5)), max_size=60))
+def test_a_series_is_in_order_and_has_each_time_once(points: list[tuple[int, int]]) -> None:
+    series = Series()
+    for t, value in points:
+        series.add(t, value)
+    assert series.times == sorted(set(series.times))
+    assert dict(zip(series.times, series.values, strict=True)) == dict(points)
+
+
+KINDS = ["header", "event", "step", "refit", "sample", "rollouts", "mismatch", "forks", "gateway",
+         "trainer", "workers", "other"]  # fmt: skip
+NAMES = ["t", "event", "worker", "instance", "detail", "refit", "step", "began", "report", "bytes",
+         "outcome", "error", "values", "seconds", "count", "tokens", "prompt_tokens", "latency",
+         "cached_tokens", "first_token", "lengths", "retries", "cut", "versions", "version", "k1",
+         "k3", "max", "reason", "sessions", "parts", "workers", "name", "state", "schema", "stack",
+         "p50", "instance_id", "steps", "paused_seconds", "update_seconds", "source",
+         "vllm:num_requests_running", "worker=a"]  # fmt: skip
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20),
+    st.sampled_from(["ready", "serving", "ok", "\u202e<script>", "9" * 400, "stop", "pause"]),
+    st.sampled_from([2**53, -(2**70), 10**400, 1.7e9, 1e308]),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.one_of(st.sampled_from(NAMES), st.text(max_size=5)), inner, max_size=6),
+    ),
+    max_leaves=25,
+)
+ENTRIES = st.one_of(
+    VALUES,
+    st.builds(
+        lambda kind, t, fields: {**fields, "kind": kind, "t": t},
+        st.sampled_from(KINDS),
+        st.floats(1.6e9, 1.8e9),
+        st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=12),
+    ),
+)
+
+
+@given(st.lists(ENTRIES, max_size=25))
+def test_no_entry_breaks_the_view(entries: list[object]) -> None:
+    view = see(*entries)
+    sections = view.get_sections()
+    refits = [view.get_refit(refit["key"]) for refit in sections["refits"]]
+    # Strict JSON: a browser refuses NaN and Infinity; and integers that doubles round.
+    text = json.dumps([sections, refits, view.get_events(), view.get_series()], allow_nan=False)
+    text.encode()
+    assert {verdict["level"] for verdict in sections["top"]} <= set(LEVELS)
+    for refit in refits:
+        assert refit is not None
+        for row in refit["rows"]:
+            assert all(0 <= first <= last for _, first, last in row["bars"])
+
+
+@given(st.lists(ENTRIES, max_size=10))
+def test_bad_entries_do_not_hide_good_ones(entries: list[object]) -> None:
+    view = see(*entries, make_workers(1.9e9, good=3))
+    assert "good" in [row["name"] for row in view.get_sections()["fleet"]]
