@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares these with t
     from rollway.config import StackSpec as StackSpec
     from rollway.config import load_spec as load_spec
     from rollway.errors import AdminError as AdminError
+    from rollway.errors import ClusterError as ClusterError
     from rollway.errors import NoWorkers as NoWorkers
     from rollway.errors import PortInUse as PortInUse
     from rollway.errors import RefitError as RefitError
@@ -78,6 +79,7 @@ _HOMES = {
         "RefitError",
         "RolloutError",
         "WeightsError",
+        "ClusterError",
     ),
     "rollway.aio": ("aio",),
 }

@@ -161,6 +161,7 @@ def attach(
         StackNotRunning: no stack of that name runs.
         UsageError: the target is not an HTTP address.
         Unreachable: nothing answers at the address. Raised on entering.
+        ClusterError: the Kubernetes cluster does not answer, or not to this user.
 
     Example:
         with rollway.attach("http://10.0.0.5:8000") as stack:

@@ -143,7 +143,8 @@ class Connection:
     ) -> Any:
         """Send a request and return the JSON of its answer; None if the object does not exist.
 
-        Busy and failing servers and lost connections are asked again, within bounds.
+        Busy and failing servers and lost connections are asked again, within bounds; `wait` ends
+        this early if it returns a true value, as the wait for an event does.
 
         Raises:
             RollwayError: what `refusals.explain` makes of the answer.
@@ -159,9 +160,8 @@ class Connection:
                 status, answer = response.status, self.read(response)
             except Unavailable:
                 pause = pauses.take_next(None)
-                if pause is None:
+                if pause is None or wait(pause):
                     raise
-                wait(pause)
                 continue
             if status < 300:
                 self._served.add(template.kind)
@@ -173,9 +173,8 @@ class Connection:
             refused = explain(refusal)
             may_repeat = self.may_answer_later(status, refused, template.kind)
             pause = pauses.take_next(response.headers.get("Retry-After")) if may_repeat else None
-            if pause is None:
+            if pause is None or wait(pause):
                 raise refused
-            wait(pause)
 
 
 class Pauses:

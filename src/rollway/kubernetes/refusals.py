@@ -37,6 +37,11 @@ INSTALL_COMMANDS = {
 _BAD_APPLY = ("failed to create typed", "field not declared in schema", "failed to convert new")
 """In the body of a 500: the applied object does not fit the schema. The object is the user's."""
 _SECRET_NAME = re.compile(r"TOKEN|KEY|PASSWORD|SECRET|CRED|PASSWD", re.IGNORECASE)
+_SECRET_TEXT = re.compile(
+    r"\b([A-Z0-9_]*(?:TOKEN|KEY|PASSWORD|SECRET|CRED|PASSWD)[A-Z0-9_]*)(=|: *)"
+    r"(\"[^\"]*\"|'[^']*'|[^\s\"';&|]+)"
+)
+"""Inside of strings: HF_TOKEN=… in an entry point, HF_TOKEN: … in a runtime environment's YAML."""
 _BLANK = "***"
 _WEBHOOK = re.compile(r'admission webhook "([^"]+)" denied the request:? ?(.*)', re.DOTALL)
 _VERB = re.compile(r"cannot (\w+) resource")
@@ -131,12 +136,23 @@ def blank_secrets(manifest: Object) -> Object:
     copy: Object = json.loads(json.dumps(manifest))
     for holder, key in _find_secrets(copy):
         holder[key] = _BLANK
-    return copy
+    blanked: Object = _blank_strings(copy)
+    return blanked
 
 
 def show_manifest(manifest: Object) -> str:
     """Return an object as YAML, with its secrets blanked."""
     return yaml.safe_dump(blank_secrets(manifest), sort_keys=False)
+
+
+def _blank_strings(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _blank_strings(part) for key, part in node.items()}
+    if isinstance(node, list):
+        return [_blank_strings(part) for part in node]
+    if isinstance(node, str):
+        return _SECRET_TEXT.sub(rf"\1\2{_BLANK}", node)
+    return node
 
 
 def _find_secrets(node: Any) -> Iterator[tuple[dict[str, Any], str]]:
@@ -168,6 +184,7 @@ def _make_invalid(refusal: Refusal, causes: list[tuple[str, str]], judge: str) -
     secrets = [str(holder[key]) for holder, key in _find_secrets(manifest)]
     for secret in filter(None, secrets):
         causes = [(path, words.replace(secret, _BLANK)) for path, words in causes]
+    causes = [(path, str(_blank_strings(words))) for path, words in causes]
     shown = "; ".join(f"{path}: {words}" if path else words for path, words in causes)
     return InvalidObject(
         f"The cluster's {judge} refuses {refusal.subject}: {shown}",

@@ -23,19 +23,23 @@ _MAPPINGS = (
     "mainContainer", "resources", "limits", "requests", "custom", "affinity", "nodeAffinity",
     "requiredDuringSchedulingIgnoredDuringExecution", "services", "sharedMemory", "scalingAdapter",
     "experimental", "gpuMemoryService", "failover", "multinode", "compilationCache",
-    "topologyConstraint", "headGroupSpec", "labels", "annotations", "nodeSelector",
+    "topologyConstraint", "headGroupSpec", "secretRef", "labels", "annotations", "nodeSelector",
 )  # fmt: skip
 _FREE = ("labels", "annotations", "nodeSelector", "matchLabels", "rayStartParams", "value",
          "limits", "requests", "custom")  # fmt: skip
 """Mappings whose keys the user chooses."""
 _TEXT = {
-    "volumeMounts": ("mountPath", "mountPoint"), "compilationCache": ("pvcName",),
-    "gpuMemoryService": ("mode",), "failover": ("mode",), "components": ("type",),
+    "volumeMounts": ("mountPath", "mountPoint"), "compilationCache": ("pvcName", "mountPath"),
+    "gpuMemoryService": ("mode",), "failover": ("mode",),
+    "components": ("type", "frontendSidecar"),
     "containers": ("image",), "mainContainer": ("image",), "metadata": ("name", "namespace"),
     "services": ("componentType", "subComponentType", "envFromSecret"),
 }  # fmt: skip
 """Fields of a part that must be text, if they are there."""
-_NEEDED = {"volumeMounts": ("mountPath", "mountPoint"), "compilationCache": ("pvcName",)}
+_NEEDED = {
+    "volumeMounts": ("mountPath", "mountPoint"), "compilationCache": ("pvcName",),
+    "secretRef": ("name",),
+}  # fmt: skip
 """Fields of which a part has one."""
 
 
@@ -76,6 +80,8 @@ def _check_mapping(key: str, item: Any, where: str) -> None:
         for name, service in item.items():
             check_shapes(service, f"{where}.{name}")
             _check_text(key, service, f"{where}.{name}")
+            if service.get("frontendSidecar") is not None:
+                check_shapes(service["frontendSidecar"], f"{where}.{name}.frontendSidecar")
         return
     _check_text(key, item, where)
     needed = _NEEDED.get(key, ())

@@ -97,6 +97,7 @@ class Watch:
         self._selection = selection
         self._stop = stop
         self._response: Any = None
+        self._is_connected = False
         self._known: dict[str, Object] = {}
         """What was yielded and not deleted, by name: only what a DELETED needs."""
         objects, self._version = start or ((), selection.since)
@@ -107,23 +108,19 @@ class Watch:
         threading.Thread(target=self._hang_up, daemon=True).start()
         pauses = Pauses(self._connection)
         while not self._stop.is_set():
-            begun = time.monotonic()
+            begun, self._is_connected = time.monotonic(), False
+            if not self._version:
+                yield from self._list()  # repeats its request itself
             try:
-                if not self._version:
-                    yield from self._list()
-                received = False
-                for change in self._follow():
-                    received = True
-                    yield change
-                if received or time.monotonic() - begun > MIN_SECONDS:
-                    pauses = Pauses(self._connection)
+                yield from self._follow()
+                pauses = Pauses(self._connection)
             except _Expired:
                 self._version = ""
             except Unavailable:
                 if self._stop.is_set():
                     return
-                if time.monotonic() - begun > 2 * MIN_SECONDS:
-                    pauses = Pauses(self._connection)  # this one had been connected
+                if self._is_connected:
+                    pauses = Pauses(self._connection)
                 pause = pauses.take_next(None)
                 if pause is None:
                     raise
@@ -167,7 +164,7 @@ class Watch:
         )
         if response.status != 200:
             self._refuse(response.status, self._connection.read(response))
-        self._response = response
+        self._response, self._is_connected = response, True
         if not self._stop.is_set():
             for line in self._connection.read_lines(response):
                 if self._stop.is_set():
@@ -235,7 +232,7 @@ class Follower:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join()
+            thread.join(5.0)  # one that waits for a server that hangs ends with the process
 
     def take(self, timeout: float) -> tuple[Selection, Change] | None:
         """Return the next change, or None after `timeout` seconds; raise what ended a watch."""

@@ -71,6 +71,56 @@ spec:
         mainContainer: {image: "a:1.6.1", env: [{name: C, value: "2"}]}
 """
 
+LONG = """
+apiVersion: nvidia.com/v1beta1
+kind: DynamoGraphDeployment
+metadata: {name: policy, labels: {a: b}, annotations: {c: d}}
+spec:
+  env: [{name: A, value: b}]
+  topologyConstraint: {clusterTopologyName: c, packDomain: d}
+  components:
+    - name: worker
+      type: worker
+      replicas: 1
+      sharedMemorySize: 8Gi
+      compilationCache: {pvcName: a, mountPath: /b}
+      scalingAdapter: {}
+      multinode: {nodeCount: 2}
+      frontendSidecar: side
+      experimental:
+        gpuMemoryService: {mode: IntraPod}
+        failover: {mode: IntraPod}
+        grove: {forceScalingGroup: true}
+      podTemplate:
+        metadata: {labels: {a: b}, annotations: {a: b}}
+        spec:
+          nodeSelector: {a: b}
+          affinity:
+            nodeAffinity:
+              requiredDuringSchedulingIgnoredDuringExecution:
+                nodeSelectorTerms: [{matchExpressions: [{key: a, operator: In, values: [b]}]}]
+          tolerations: [{operator: Exists}]
+          imagePullSecrets: [{name: a}]
+          resourceClaims: [{name: a, resourceClaimTemplateName: b}]
+          volumes: [{name: v, emptyDir: {}}]
+          containers:
+            - name: main
+              image: a:1.6.1
+              command: [a]
+              args: [b]
+              env: [{name: A, value: "1"}]
+              envFrom: [{secretRef: {name: s}}]
+              resources: {limits: {nvidia.com/gpu: "1"}, requests: {cpu: "1"}, claims: [{name: a}]}
+              volumeMounts: [{name: v, mountPath: /v}]
+              livenessProbe: {httpGet: {path: /, port: 1}}
+            - name: side
+              image: b:1
+              args: [c]
+              env: [{name: B, value: c}]
+              envFrom: [{secretRef: {name: s}}]
+"""
+"""Has every field that is looked into."""
+
 _POD = {"spec": {"containers": [{"name": "ray"}]}}
 CLUSTER: dict[str, Any] = {
     "rayVersion": "2.57.0",

@@ -132,3 +132,23 @@ def test_a_kind_is_missing_unless_it_was_served(cluster: Cluster, stub: StubServ
     stub.script = [(200, POD_BODY), missing, (200, POD_BODY)]
     assert cluster.get(DGD, "g") == POD_BODY
     assert cluster.get(DGD, "g") == POD_BODY
+
+
+def test_a_watch_that_can_never_list_ends_with_the_reason(
+    cluster: Cluster, stub: StubServer
+) -> None:
+    stub.script = [(0, b"")]
+    cluster.connection.has_answered = True
+    with pytest.raises(ClusterError, match="does not answer"):
+        next(cluster.watch(POD, stop=threading.Event()))
+    assert len(stub.paths) == 2
+
+
+def test_a_stop_ends_the_repeats_of_a_watch(cluster: Cluster, stub: StubServer) -> None:
+    stub.script = [(503, make_status(503, "busy"))]
+    stop = threading.Event()
+    timer = threading.Timer(0.3, stop.set)
+    timer.start()
+    with pytest.raises(ClusterError, match="busy"):
+        next(cluster.watch(POD, stop=stop))
+    assert len(stub.paths) == 1

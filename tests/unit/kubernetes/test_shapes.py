@@ -17,7 +17,7 @@ from rollway.kubernetes.dgd import read_manifest
 from rollway.kubernetes.manifests import render_all
 from rollway.kubernetes.shapes import check_shapes
 from rollway.plain import copy_plain
-from tests.unit.kubernetes.objects import ALPHA, BETA, CLUSTER, OLD, make_infra
+from tests.unit.kubernetes.objects import CLUSTER, LONG, OLD, make_infra
 
 WRONG = st.sampled_from(
     [None, 0, 1.5, True, "text", "", [], {}, [1], [None], ["a"], [{}], {"a": 1}]
@@ -55,15 +55,22 @@ def replace(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return changed
 
 
-@pytest.mark.parametrize("text", [ALPHA, BETA.partition("---")[2], OLD], ids=["old", "new", "long"])
+GRAPHS = {
+    "new": yaml.safe_load(LONG),
+    "converted": convert(yaml.safe_load(LONG), "v1alpha1").graph,
+    "old": yaml.safe_load(OLD),
+}
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
 @settings(
     max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_a_manifest_with_a_wrong_field_renders_or_is_explained(
-    text: str, data: st.DataObject, tmp_path: Path
+    kind: str, data: st.DataObject, tmp_path: Path
 ) -> None:
-    graph = yaml.safe_load(text)
+    graph = GRAPHS[kind]
     path = data.draw(st.sampled_from(list_places(graph)))
     changed = replace(graph, path, data.draw(WRONG))
     file = tmp_path / "graph.yaml"
