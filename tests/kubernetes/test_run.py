@@ -68,6 +68,28 @@ def test_no_pod_of_training_is_there_before_the_gates(world: World) -> None:
     take_down(world.cluster, RUN)
 
 
+@pytest.mark.parametrize("graphs", [1, 4])
+def test_a_run_asks_little_more_than_it_must(world: World, graphs: int) -> None:
+    """One write for each object, one watch for each kind, two questions to each frontend."""
+    infra, _ = world.load(
+        *[make_graph(f"policy-{number}") for number in range(graphs)],
+        launch={"entrypoint": "sleep 60"},
+    )
+    counts: list[int] = []
+
+    class Reports(list[str]):
+        def append(self, text: str) -> None:
+            if text.startswith("resume"):
+                counts.append(sum(world.cluster.requests.values()))
+
+    for name in range(graphs):  # so that no frontend is asked before it lists its workers
+        world.dynamo.get_faults(f"policy-{name}").ready_after = 0.5
+    world.run(infra, reports=Reports())
+    fewest = 1 + graphs + 3 + 2 * graphs
+    assert counts[0] <= 1.5 * fewest
+    take_down(world.cluster, RUN)
+
+
 def test_a_run_that_is_awaited_ends_with_its_job_and_frees_inference(world: World) -> None:
     infra, _ = world.load()
     result = world.run(infra, wait=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.kinds import DGD, POD, SCALING_ADAPTER
 from rollway.rollout.trajectory import Rollout
 from tests.kubernetes.flows import RUN, World, make_env, make_graph, open_world
+from tests.kubernetes.graphs import SECRET
 from tests.stack.policies import Policy
 from tests.stack.serving import SHORT, TOLERANCE, worst
 from tests.waiting import wait_until
@@ -29,7 +29,7 @@ PROMPT = list(range(40, 100))
 @pytest.fixture
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a pod has from a Secret: workers check orders with it, and the trainer signs them."""
-    monkeypatch.setenv("ROLLWAY_WEIGHTS_SECRET", secrets.token_hex(32))
+    monkeypatch.setenv("ROLLWAY_WEIGHTS_SECRET", SECRET)
 
 
 @pytest.fixture

@@ -202,6 +202,8 @@ def _measure_scale(place: Place, report: Report) -> dict[str, Any]:
     import rollway
 
     cluster = place.connect()
+    if place.kubeconfig is not None:
+        os.environ["KUBECONFIG"] = str(place.kubeconfig)  # `attach` takes no other
     infra, manifests = place.load(cluster.namespace, 1)
     few, many = _WORKERS
     [graph] = manifests.graphs.values()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rollway.errors import ClusterError, Forbidden, NotReady, RollwayError
+from rollway.fleet.discovery import RlListing
+from rollway.fleet.fleet import Fleet
+from rollway.http import Http
 from rollway.kubernetes import gates
+from rollway.kubernetes.address import reach_graph
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.driver import is_provisioned
 from rollway.kubernetes.kinds import (
@@ -242,11 +247,14 @@ def _get_key(body: Object) -> str:
 
 def read_versions(cluster: Cluster, graph: str) -> dict[str, Any]:
     """Return the weight version of each worker of a graph, or why it is not known."""
-    import rollway
-
     try:
-        with rollway.attach(f"dgd://{cluster.namespace}/{graph}", watch=False) as stack:
-            served = stack.fleet.read_versions()
+        served = asyncio.run(_ask_fleet(cluster, graph))
     except RollwayError as error:
         return {"unknown": error.message}
     return {str(worker): version for worker, version in served.items()}
+
+
+async def _ask_fleet(cluster: Cluster, graph: str) -> dict[int, int | None]:
+    target = f"dgd://{cluster.namespace}/{graph}"
+    async with reach_graph(target, cluster=cluster) as (frontend, listing), Http() as http:
+        return await Fleet(http, RlListing(listing, frontend)).read_versions()
