@@ -26,6 +26,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class ControlPlane:
         self._folder = folder
         self._commands: dict[str, list[str]] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._starter = ThreadPoolExecutor(1)
         self.token = secrets.token_hex(16)
         self._is_composite = (assets / "apiextensions-apiserver").exists()
         self.url = ""
@@ -294,13 +296,15 @@ class ControlPlane:
         self._commands[name] = arguments
         with (self._folder / f"{name}.log").open("ab") as log:
             command = [str(self._assets / name), *arguments]
-            self._processes[name] = subprocess.Popen(
+            # A process dies with the thread that starts it, and tests revive one from their own.
+            self._processes[name] = self._starter.submit(
+                subprocess.Popen,
                 command,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
-            )
+            ).result()
 
     # --- wait ---------------------------------------------------------------------------------
 
