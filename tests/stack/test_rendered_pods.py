@@ -152,7 +152,8 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 def test_a_rendered_worker_of_vllm_serves_on_a_cpu(
     pods: Pods, base_model: Path, policies: list[Policy]
 ) -> None:
-    model = {"path": str(base_model), "name": "tiny", "args": {"max-model-len": 512}}
+    args = {"max-model-len": 512, "dtype": "float32"}
+    model = {"path": str(base_model), "name": "tiny", "args": args}
     options = PodsSpec(gpus_per_node=0, cores=2)
     address = start(pods, {"name": "vllm", "models": [model]}, options)
     wait_until(lambda: has_workers(address, 1), 300)
