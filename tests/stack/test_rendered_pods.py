@@ -24,6 +24,7 @@ from rollway.config import parse_spec
 from rollway.errors import RollwayError
 from rollway.kubernetes.render import render_stack
 from rollway.kubernetes.spec import PodsSpec, SecretRef
+from tests import footprint
 from tests.light.spec import ROOT, light
 from tests.stack.policies import Policy
 from tests.stack.serving import SHORT, TOLERANCE, worst
@@ -61,7 +62,9 @@ class Pods:
         self, entries: list[dict[str, Any]], address: str, *, is_worker: bool
     ) -> dict[str, str]:
         """Return a pod's environment: what the operator injects, then the manifest's."""
-        inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        # The mark tells the test run beside this one whose processes these are.
+        kept = ("PATH", "HOME", footprint.RUN)
+        inherited = {name: os.environ[name] for name in kept if name in os.environ}
         env = {
             **inherited,
             "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
