@@ -125,8 +125,9 @@ def test_a_driver_records_refits_rollouts_and_its_steps(
 
 
 def test_off_is_one_word_and_old_runs_go(base_model: Path) -> None:
-    with rollway.up(mocker_spec(base_model, observe=False)):
-        assert find_record_dir(read_state("t")) is None
+    for fields in ({}, {"observe": False}):
+        with rollway.up(mocker_spec(base_model, **fields)):
+            assert find_record_dir(read_state("t")) is None
     assert not (home() / "runs").exists()
     directories = []
     for _ in range(3):
@@ -134,7 +135,7 @@ def test_off_is_one_word_and_old_runs_go(base_model: Path) -> None:
             directories.append(find_run("t"))
             wait_until(lambda: count_samples(directories[-1]) > 1)
     assert [directory.exists() for directory in directories] == [False, True, True]
-    with rollway.up(mocker_spec(base_model, keep_runs=0)):
+    with rollway.up(mocker_spec(base_model, observe=True, keep_runs=0)):
         directory = find_run("t")
         wait_until(lambda: count_samples(directory) > 0)
     assert not directory.exists()

@@ -4,6 +4,7 @@ Each pod has an address of its own in 127.0.0.0/8, so all of them use the ports 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from tests import footprint
 from tests.light.spec import ROOT, light
 from tests.stack.policies import Policy
 from tests.stack.serving import SHORT, TOLERANCE, worst
-from tests.waiting import wait_until
+from tests.waiting import has_become, wait_until
 
 PROMPT = list(range(40, 100))
 SECRET = "the secret of a Secret, for this test"
@@ -86,8 +87,13 @@ class Pods:
         return env
 
     def stop(self) -> None:
+        """End the pods; vLLM removes its semaphores if it is asked to end."""
         for process in self._processes:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGTERM)
+        has_become(lambda: all(p.poll() is not None for p in self._processes), 20)
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
 
 
