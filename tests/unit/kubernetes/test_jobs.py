@@ -189,9 +189,9 @@ def test_a_deployment_has_a_service_if_it_has_ports() -> None:
 
 
 def test_the_code_directory_is_where_the_driver_starts() -> None:
-    infra = make_infra(launch={"code": {"source": "volume", "path": "/work/it's"}})
+    infra = make_infra(launch={"code": {"source": "volume", "path": "/code/it's"}})
     entrypoint = render_all(infra).jobs["training"]["spec"]["entrypoint"]
-    assert entrypoint == "cd '/work/it'\\''s' || exit 1\npython train.py"
+    assert entrypoint == "cd '/code/it'\\''s' || exit 1\npython train.py"
 
 
 def test_kuberay_cannot_upload() -> None:
