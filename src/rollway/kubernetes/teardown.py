@@ -108,8 +108,8 @@ def _wait_until_gone(
         if kind == RAYCLUSTER:
             # KubeRay names the cluster of a job; the garbage collector deletes it with the job.
             jobs = (body for each, body in chosen if each == RAYJOB)
-            made = (body.get("status", {}).get("rayClusterName") for body in jobs)
-            names += [cluster_name for cluster_name in made if cluster_name not in (None, "")]
+            cluster_names = (body.get("status", {}).get("rayClusterName") for body in jobs)
+            names += filter(None, cluster_names)
         if names:
             report(f"wait until {kind.kind} {', '.join(sorted(set(names)))} is gone")
             cluster.wait_until_gone(kind, sorted(set(names)), deadline.left)
