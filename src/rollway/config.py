@@ -373,18 +373,21 @@ def _locate_paths(spec: StackSpec) -> StackSpec:
         except ValueError:
             return path  # whoever looks for it says that it is not there
 
-    def locate_python(settings: Mapping[str, Any]) -> dict[str, Any]:
-        python = settings.get("py_executable")
-        if not isinstance(python, str) or "/" not in python or " " in python:
-            return dict(settings)
-        return {**settings, "py_executable": locate(python)}
+    def locate_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+        located = dict(settings)
+        python, directory = settings.get("py_executable"), settings.get("working_dir")
+        if isinstance(python, str) and "/" in python and " " not in python:
+            located["py_executable"] = locate(python)
+        if directory and "://" not in directory:
+            located["working_dir"] = locate(directory)
+        return located
 
     models = []
     for model in spec.models:
         is_directory = Path(model.path).expanduser().is_dir()
         path = locate(model.path) if is_directory else model.path
-        own = {"path": path, "runtime_env": locate_python(model.runtime_env)}
+        own = {"path": path, "runtime_env": locate_in(model.runtime_env)}
         models.append(model.model_copy(update=own))
     python = locate(spec.python) if spec.python and "/" in spec.python else spec.python
-    fields = {"models": models, "python": python, "runtime_env": locate_python(spec.runtime_env)}
+    fields = {"models": models, "python": python, "runtime_env": locate_in(spec.runtime_env)}
     return spec.model_copy(update=fields)

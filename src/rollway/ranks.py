@@ -160,6 +160,8 @@ def check_runtime_env(value: dict[str, Any]) -> dict[str, Any]:
     """Return a runtime environment; raise ValueError if Ray would refuse it for its shape."""
     if not isinstance(value.get("env_vars", {}), dict):
         raise ValueError("`env_vars` must be a mapping of names to values")
+    if not isinstance(value.get("working_dir", ""), str):
+        raise ValueError("`working_dir` must be the path of a directory")
     for installer in _INSTALLERS:
         if not isinstance(value.get(installer, []), list | dict | str):
             raise ValueError(f"`{installer}` must be a list of packages or a mapping")

@@ -26,11 +26,18 @@ PROMPT = list(range(40, 100))
 
 
 def test_a_stack_over_two_nodes_is_one_fleet(
-    two_nodes: Cluster, base_model: Path, policies: list[Policy], footprint: Footprint
+    two_nodes: Cluster,
+    base_model: Path,
+    policies: list[Policy],
+    tmp_path: Path,
+    footprint: Footprint,
 ) -> None:
-    with rollway.up(on_ray(base_model, "wide", 4)) as stack:
+    spec = {**on_ray(base_model, "wide", 4), "runtime_env": {"working_dir": str(tmp_path)}}
+    with rollway.up(spec) as stack:
         state = launcher.find("wide")
         assert state is not None
+        workers = [p.pid for p in state.state.processes if p.role == "worker"]
+        assert {Path(f"/proc/{pid}/cwd").readlink() for pid in workers} == {tmp_path}
         nodes = {p.name: p.node for p in state.state.processes}
         assert sorted(nodes) == ["etcd", "frontend", "tiny-0", "tiny-1", "tiny-2", "tiny-3"]
         free = sum(node.gpus for node in names.read_nodes())

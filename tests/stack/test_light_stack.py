@@ -328,3 +328,10 @@ def test_a_model_that_does_not_start_is_named_and_ends_the_stack(
         rollway.up({**spec, "models": [spec["models"][0], broken]}).__enter__()
     assert "broken-one-0, a worker of the model `org/Broken.One`," in str(failure.value)
     assert footprint.settle() == {}
+
+
+def test_a_missing_working_dir_is_named(base_model: Path, footprint: Footprint) -> None:
+    spec = {**light(base_model, "nowhere", replicas=1), "runtime_env": {"working_dir": "/no/dir"}}
+    with pytest.raises(StartError, match=r"`working_dir` of `.*`, /no/dir, is no directory"):
+        rollway.up(spec).__enter__()
+    assert footprint.settle() == {}

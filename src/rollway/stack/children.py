@@ -16,6 +16,7 @@ from typing import Any
 
 from rollway import private, processes
 from rollway.config import StackSpec
+from rollway.errors import StartError
 from rollway.orders import SECRET, SECRET_FILE, read_stack_secret
 from rollway.processes import ProcessId
 from rollway.stack import logs
@@ -72,6 +73,13 @@ class Children:
         plan = plan_stack(
             self.spec, run_id=self.state.run_id, run_dir=run_dir, log_dir=log_dir, ports=ports
         )
+        for process in plan.processes:
+            start = process.start_dir
+            if start is not None and not start.is_dir():
+                raise StartError(
+                    f"The `working_dir` of `{process.model}`, {start}, is no directory.",
+                    "Name one that this machine has; Rollway uploads nothing.",
+                )
         self._plan = plan
         self.plans = {process.name: process for process in plan.processes}
         logs.record_names(log_dir, self.plans)
@@ -87,6 +95,7 @@ class Children:
             child = subprocess.Popen(
                 process.argv,
                 env=self._make_environment(process),
+                cwd=process.start_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -7,6 +7,7 @@ would run.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class ProcessPlan:
     """Where a worker serves its admin routes; a headless rank serves none."""
     placed: PlacedWorker | None = None
     """Which part of which replica a worker is."""
+    start_dir: Path | None = None
+    """Where it starts: the `working_dir` of its runtime environment."""
 
     @property
     def worker_role(self) -> WorkerRole:
@@ -215,6 +218,12 @@ class _Planner:
         # The GPUs were assigned from a stack-wide CUDA_VISIBLE_DEVICES, which this overrides.
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus)} if placed.gpus else {}
         user_env = {**runtime_env.get("env_vars", {}), **gpus, **model.env}
+        start_dir: Path | None = None
+        if named := runtime_env.get("working_dir"):
+            start_dir = Path(named).expanduser().absolute()
+            # As in Ray: what is in it can be imported.
+            inherited = {**os.environ, **self.spec.env, **user_env}.get("PYTHONPATH")
+            user_env["PYTHONPATH"] = ":".join(filter(None, (str(start_dir), inherited)))
         return dataclasses.replace(
             self._plan_process(name_worker(placed), "worker", command.argv, ports, env, user_env),
             model=model.name,
@@ -223,6 +232,7 @@ class _Planner:
             if placed.is_headless
             else f"http://{get_dial_address(host)}:{ports['system']}",
             placed=placed,
+            start_dir=start_dir,
         )
 
     def _make_dynamo_env(self, host: str) -> dict[str, str]:

@@ -286,3 +286,13 @@ def test_a_runtime_env_gives_variables_below_those_of_the_model(plan_for: Any) -
         "worker"
     )[0]
     assert [worker.env[name] for name in "ABC"] == ["env", "model", "s"]
+
+
+def test_a_worker_starts_in_its_working_dir_and_imports_from_it(
+    plan_for: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/before")
+    worker = plan_for(runtime_env={"working_dir": "/w"}).by_role("worker")[0]
+    assert worker.start_dir == Path("/w")
+    assert worker.env["PYTHONPATH"] == "/w:/before"
+    assert plan_for().by_role("worker")[0].start_dir is None

@@ -33,6 +33,7 @@ def read(name):
 print(json.dumps({name: read(name) for name in sys.argv[1:]}))
 """
 _INSTALLERS = ("pip", "uv")
+_KEYS = {"env_vars", "py_executable", "working_dir", "config", *_INSTALLERS}
 _IMPORT_ERROR = re.compile(r"(?:ImportError|ModuleNotFoundError): .*")
 """In the error of an actor whose class, or one of whose arguments, a node cannot import."""
 
@@ -41,13 +42,19 @@ def check_runtime_envs(spec: StackSpec) -> None:
     """Refuse what Rollway would not carry out: engines are processes of supervisors, not Ray's."""
     for model in spec.models:
         merged = merge_runtime_envs(spec.runtime_env, model.runtime_env)
-        unused = sorted(merged.keys() - {"env_vars", "py_executable", "config", *_INSTALLERS})
+        unused = sorted(merged.keys() - _KEYS)
         if unused:
             raise SpecError(
                 f"The runtime_env of `{model.name}` has `{unused[0]}`, which Rollway does not "
                 "provide.",
                 "Put it on the nodes yourself, and name the interpreter with `py_executable` or "
                 "`python`.",
+            )
+        if "://" in merged.get("working_dir", ""):
+            raise SpecError(
+                f"The `working_dir` of `{model.name}` is an address, which Rollway does not "
+                "download.",
+                "Name a directory that all nodes have.",
             )
     list_packages(spec)
 
@@ -72,6 +79,12 @@ def list_packages(spec: StackSpec) -> list[str]:
                 )
             packages += named
     return list(dict.fromkeys(packages))
+
+
+def list_working_dirs(spec: StackSpec) -> list[str]:
+    """Return the directories in which the models' engines start."""
+    merged = (merge_runtime_envs(spec.runtime_env, model.runtime_env) for model in spec.models)
+    return sorted({named for settings in merged if (named := settings.get("working_dir"))})
 
 
 def _is_requirement(text: Any) -> bool:
@@ -108,6 +121,7 @@ def list_needs(spec: StackSpec, *, runs_services: bool, is_spread: bool) -> dict
         "python": get_python(spec),
         "packages": list_packages(spec),
         "models": [model.path for model in spec.models],
+        "directories": list_working_dirs(spec),
         "programs": [name for name, is_needed in programs.items() if is_needed and runs_services],
     }
 
@@ -139,6 +153,12 @@ def find_problem(needs: dict[str, Any]) -> Problem | None:
         if Path(path).is_absolute() and not Path(path).is_dir():
             return (
                 f"there is no model directory {path}.",
+                "Copy it there, or use a path of a file system that all nodes share.",
+            )
+    for path in needs["directories"]:
+        if not Path(path).is_dir():
+            return (
+                f"there is no directory {path}, the `working_dir` of a runtime_env.",
                 "Copy it there, or use a path of a file system that all nodes share.",
             )
     for program in needs["programs"]:

