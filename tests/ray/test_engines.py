@@ -11,6 +11,7 @@ from ray.cluster_utils import Cluster
 import rollway
 from rollway.stack.ray import cluster as names
 from rollway.stack.ray import launcher
+from rollway.stack.workers import has_nixl
 from tests.conftest import Footprint
 from tests.ray.clusters import list_left, on_ray
 from tests.stack.policies import Policy, perturbed
@@ -84,6 +85,44 @@ def test_prefill_and_decode_are_apart_on_two_nodes(
             prompt = [*range(40, 100), version]
             group = stack.rollouts().generate(prompt, SHORT, n=8)
             assert worst(policies[version], group) < TOLERANCE
+    assert list_left() == {}
+    assert footprint.settle() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_nixl(), reason="needs the module nixl: make setup")
+def test_real_engines_prefill_on_one_node_and_decode_on_the_other(
+    two_nodes: Cluster, base_model: Path, policies: list[Policy], footprint: Footprint
+) -> None:
+    model = {"path": str(base_model), "name": "tiny", "args": VLLM_ARGS}
+    model |= {"serving": "disaggregated", "prefill": {}, "decode": {}}
+    spec = {"name": "halves", "launcher": "ray", "models": [model], "start_seconds": 400}
+    spec["ray"] = {"cpus": 8, "gpus": 0}  # of 16: beside the services there is room for one
+    with rollway.up(spec) as stack:
+        assert count_keepers("halves") == 2
+        for version in (1, 2):
+            assert stack.refit(version, policies[version].path).serving == 2
+            group = stack.rollouts().generate([*range(40, 100), version], SHORT, n=4)
+            assert worst(policies[version], group) < TOLERANCE
+            assert {rollout.prefill_worker_id for rollout in group}.isdisjoint(
+                {rollout.worker_id for rollout in group} | {None}
+            )
+    assert list_left() == {}
+    assert footprint.settle() == {}
+
+
+def test_nats_carries_the_planes_of_two_nodes(
+    two_nodes: Cluster, base_model: Path, policies: list[Policy], footprint: Footprint
+) -> None:
+    spec = {**on_ray(base_model, "bus", 4), "request_plane": "nats", "event_plane": "nats"}
+    with rollway.up(spec) as stack:
+        assert count_keepers("bus") == 2
+        found = launcher.find("bus")
+        assert found is not None
+        assert "nats-server" in {process.name for process in found.state.processes}
+        assert stack.refit(1, policies[1].path).serving == 4
+        group = stack.rollouts().generate(list(range(40, 100)), SHORT, n=8)
+        assert worst(policies[1], group) < TOLERANCE
     assert list_left() == {}
     assert footprint.settle() == {}
 

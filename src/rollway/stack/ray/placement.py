@@ -342,7 +342,8 @@ def _make_refusal(
     else:
         message = (
             f"The nodes have room for {room} ranks of {_describe_rank(ray)}, but no even split of "
-            f"every replica over nodes fits them."
+            f"every replica over nodes fits them"
+            + (f", beside {ray.cpus:g} CPU for the frontend and the services." if ray.cpus else ".")
         )
     hint = "Lower `replicas` or the parallel sizes, add nodes, or free some."
     if ray.gpus and sum(node.gpus for node in nodes) < 1:
