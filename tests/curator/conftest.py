@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -62,4 +63,9 @@ def run_cluster(home: Path, *, dashboard: bool) -> Iterator[str]:
         try:
             yield nodes.address
         finally:
+            # A stage worker of Xenna has threads that never end, so it outlives its raylet.
+            workers = psutil.Process().children(recursive=True)
             nodes.shutdown()
+            for process in psutil.wait_procs(workers, timeout=10)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
