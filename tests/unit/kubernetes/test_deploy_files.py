@@ -17,7 +17,7 @@ import yaml
 
 from rollway.kubernetes.dgd import read_documents, read_manifest
 from rollway.kubernetes.names import check_image
-from rollway.weights.transports.nixl.catalog import MODELEXPRESS
+from rollway.weights.transports.nixl.modelexpress import MODELEXPRESS
 from tests.unit.kubernetes.schemas import list_faults
 
 ROOT = Path(__file__).parents[3]

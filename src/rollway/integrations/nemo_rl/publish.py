@@ -55,6 +55,8 @@ class PublishOptions:
     fanout: bool = False
     catalog: str = ""
     """For nixl: a catalog that runs elsewhere."""
+    modelexpress: Mapping[str, str] = field(default_factory=dict)
+    """For nixl: the fields of a `Recorder`, if a ModelExpress server records the versions."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """How Megatron's ranks share parameters that Rollway does not know, by patterns of names."""
     nic_pin: str = "off"
@@ -175,6 +177,10 @@ class RankPublisher:
             extra |= {"rank": self._rank, "world": self._world}
         if options.catalog:
             extra["catalog"] = options.catalog
+        if options.modelexpress:
+            from rollway.weights.transports.nixl.modelexpress import Recorder
+
+            extra["modelexpress"] = Recorder(**options.modelexpress)
         return extra
 
 

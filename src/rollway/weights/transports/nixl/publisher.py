@@ -31,6 +31,7 @@ from rollway.weights.transports.nixl.listing import (
     split_for_ranks,
     write_listing,
 )
+from rollway.weights.transports.nixl.modelexpress import Recorder
 from rollway.weights.transports.nixl.windows import ALIGNED
 
 
@@ -56,12 +57,14 @@ class NixlPublisher(Publisher):
         progress: bool = False,
         engine_ranks: int = 1,
         fanout: bool = False,
+        modelexpress: Recorder | None = None,
     ) -> None:
         """Open the agent, and the catalog unless there is one.
 
         `engine_ranks` is the tensor parallelism of the engines, or a multiple of it: tensors are
         split so that each engine rank can receive only its part. With `fanout`, a worker that has
-        received a version keeps it and serves it to others."""
+        received a version keeps it and serves it to others. `modelexpress` records versions on a
+        ModelExpress server, too."""
         if keep < 1:
             raise UsageError(f"At least one version must be kept, not {keep}.")
         if not 0 <= rank < world:
@@ -84,7 +87,7 @@ class NixlPublisher(Publisher):
             catalog = HttpCatalog(catalog, secret=secret)
         elif catalog is None:
             catalog = self._server = CatalogServer(host, port, secret=secret)
-        self.catalog: Catalog = catalog
+        self.catalog: Catalog = catalog if modelexpress is None else modelexpress.wrap(catalog)
         self._pools = [Pool(self._agent) for _ in range(keep)]
         self._adopted: tuple[Pool, dict[str, Tensor]] | None = None
         self._newest: int | None = None
@@ -158,11 +161,11 @@ class NixlPublisher(Publisher):
             return
         self._closed = True
         self._agent.stop_listening()
-        if self._server is None:
+        if self.catalog is not self._server:
             # A catalog that has ended lists nothing any more, and the memory must be released.
             with contextlib.suppress(WeightsError):
                 self.catalog.leave(self.name)
-        else:
+        if self._server is not None:
             self._server.close()
         for pool in self._pools:
             pool.release()
