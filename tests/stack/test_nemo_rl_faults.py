@@ -303,7 +303,7 @@ def test_a_killed_catalog_is_named_and_the_workers_go_on(
             return child
 
         catalog = start()
-        mx = {"enabled": True, "mx_server_url": f"127.0.0.1:{port}"}
+        mx = {"enabled": True, "mx_server_url": f"rollway://127.0.0.1:{port}"}
         synchronizer = make_synchronizer(
             generation, policies[1], method="nixl", shards=True, mx_config=mx
         )

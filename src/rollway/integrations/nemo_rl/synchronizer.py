@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -38,6 +39,8 @@ _NEW_WEIGHTS = ""
 _CANCEL_SECONDS = 10.0
 """How long ranks may take to stop: one that waits for a dead one in a collective never does."""
 _BUCKET_BYTES = 1 << 30
+EXPERT_PATTERN = "NRL_MX_EXPERT_TENSOR_PATTERN"
+"""Environment variable of NeMo-RL's ModelExpress work: part of the names of experts."""
 TIMER = "prepare_for_generation/transfer_and_update_weights"
 """The name under which NeMo-RL's timers know a refit."""
 
@@ -332,6 +335,8 @@ class Synchronizer:
             fanout=mx.enabled and mx.tree_scale_out,
             **self._find_catalogs(),
             roles=mx.megatron_role_overrides,
+            expert_pattern=os.environ.get(EXPERT_PATTERN, ""),
+            same_rank=mx.enabled and mx.same_rank_only,
             nic_pin=mx.nic_pin if mx.enabled else "off",
         )
 
