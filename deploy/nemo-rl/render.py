@@ -93,7 +93,7 @@ class Deployment(graphs.Renderer):  # type: ignore[misc, name-defined]
             return []
         name, labels = "modelexpress-server", self.make_labels("modelexpress")
         images = self.values["modelExpress"]
-        # Its refit service keeps versions in Redis, and in nothing else. Here they end with the pod.
+        # It keeps versions in Redis, and in nothing else. Here they end with the pod.
         store = {"name": "redis", "image": images["store"], "args": ["--bind", "127.0.0.1"]}
         container = {
             "name": "server",

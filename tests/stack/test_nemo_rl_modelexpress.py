@@ -46,7 +46,7 @@ def test_a_server_records_the_versions_of_a_run(
         models = {version.model_name for version in server.versions.values()}
         assert models == {generation.connection.model}
         server.close()
-        expect_failure(synchronizer, f"ModelExpress at {server.address} refused")
+        expect_failure(synchronizer, f"ModelExpress at {server.address} failed")
         # Nobody was paused for weights that nobody records.
         assert set(read_versions(generation).values()) == {3}
         check_samples(generation, policies[1], 3)

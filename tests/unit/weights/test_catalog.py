@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import http.client
-import importlib
-import importlib.metadata
 import os
 import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest

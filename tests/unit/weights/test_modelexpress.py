@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.errors import UsageError, WeightsError
+from rollway.weights.transports.nixl import modelexpress
 from rollway.weights.transports.nixl.catalog import Listing, MemoryCatalog, NotYet
 from rollway.weights.transports.nixl.catalog_http import CatalogServer, open_catalog
 from rollway.weights.transports.nixl.modelexpress import (
@@ -100,7 +101,7 @@ def test_the_server_decides_which_versions_exist(
     catalog.withdraw(1, "t0")
     with pytest.raises(WeightsError, match="releasing version 1"):
         catalog.look_up(1, "r")
-    with pytest.raises(WeightsError, match="refused GetWeightVersion: weight version .* not found"):
+    with pytest.raises(WeightsError, match=r"failed in GetWeightVersion: .* not found"):
         catalog.look_up(2, "r")
     again = open_catalog(catalog.where(), secret=WORD)
     assert isinstance(again, ModelExpressCatalog)
@@ -134,11 +135,14 @@ def test_a_token_is_sent_if_the_pod_has_one(
     assert mx.tokens == ["", "Bearer of this pod"]
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modelexpress, "SECONDS", 1.0)
     with ModelExpressServer() as ended:
         address = ended.address
     catalog = ModelExpressCatalog(MemoryCatalog(), address, "qwen")
-    with pytest.raises(WeightsError, match=rf"ModelExpress at {address} refused Create") as caught:
+    with pytest.raises(
+        WeightsError, match=rf"ModelExpress at {address} failed in Create"
+    ) as caught:
         catalog.announce(make_listing())
     assert "0.7.0" in caught.value.hint
     with pytest.raises(UsageError, match="is not the address of a ModelExpress server"):

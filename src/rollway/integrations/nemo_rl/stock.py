@@ -181,7 +181,8 @@ class StockUpdate:
     wire: StockWire
     admin: AdminAPI
     """For calls to all workers."""
-    repeatable: bool = False
+    repeatable: bool = True
+    """While the refit runs: afterwards the trainer changes its weights."""
     identity: str = field(default_factory=lambda: secrets.token_hex(16))
     gather_seconds: float = GATHER_SECONDS
     _ready: dict[int, Worker] = field(default_factory=dict)
@@ -225,6 +226,10 @@ class StockUpdate:
 
     async def discard(self, admin: AdminAPI, worker: Worker) -> None:
         """Do nothing: nothing is staged."""
+
+    def close(self) -> None:
+        """End the version: a worker that joins from now on gets the next one."""
+        self.repeatable = False
 
     def _join_round(self, worker: Worker) -> _Round:
         """Return the round of a worker: the first that comes takes all that are ready into it."""

@@ -250,11 +250,16 @@ class Synchronizer:
         known: list[Worker] = []
         with contextlib.suppress(RollwayError):  # the refit lists them again, and has patience
             known = await connection.fleet.workers(fresh=False)
-        refit = asyncio.create_task(
-            connection.stack.refit(
-                version, weights, model=connection.model, mode=dynamo.refit_mode, allow_cast=True
-            )
-        )
+
+        async def run() -> RefitReport:
+            options: dict[str, Any] = {"model": connection.model, "mode": dynamo.refit_mode}
+            try:
+                return await connection.stack.refit(version, weights, allow_cast=True, **options)
+            finally:
+                if isinstance(weights, StockUpdate):
+                    weights.close()  # at once: the fleet's watch must not send it to a joiner
+
+        refit = asyncio.create_task(run())
         silent = ""
         try:
             if (await asyncio.wait({refit}, timeout=left))[0]:

@@ -79,7 +79,9 @@ def from_megatron(
         names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
         offer = weights.publish(step, rollway.from_megatron(model, names))
     """
-    layout, tensors = read_rank(model, names, position, roles=roles, skipped=skipped, experts=experts)
+    layout, tensors = read_rank(
+        model, names, position, roles=roles, skipped=skipped, experts=experts
+    )
     return [
         HeldTensor(
             shard,

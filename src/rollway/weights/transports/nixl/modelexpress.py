@@ -35,7 +35,9 @@ from rollway.weights.transports.nixl.catalog import Catalog, Listing, NotYet
 
 MODELEXPRESS = "0.7.0"
 SERVICE = "model_express.refit.RefitService"
-_SECONDS = 30.0
+SECONDS = 15.0
+"""How long a call may take, also to a server that restarts."""
+_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1000))
 _TOKEN_PATH = "MX_AUTH_TOKEN_PATH"
 _DEFAULT_TOKEN_PATH = "/var/run/secrets/tokens/modelexpress"
 """Where ModelExpress's own clients look for a token, if the server wants one."""
@@ -161,7 +163,7 @@ class RefitClient:
                 f"`{server}` is not the address of a ModelExpress server.", "Use HOST:PORT."
             )
         self._error: type[Exception] = grpc.RpcError
-        self._channel = grpc.insecure_channel(self._server)
+        self._channel = grpc.insecure_channel(self._server, _OPTIONS)
 
     def create(self, model: str, uid: str, slots: Sequence[str]) -> State:
         """Create a version, if it does not exist; `slots` are the ranks that have parts of it."""
@@ -187,13 +189,15 @@ class RefitClient:
         """Make a call; every answer has the version in its first field."""
         send = self._channel.unary_unary(f"/{SERVICE}/{name}")
         try:
-            answer = send(encode(fields), timeout=_SECONDS, metadata=_read_token())
+            answer = send(
+                encode(fields), timeout=SECONDS, wait_for_ready=True, metadata=_read_token()
+            )
             version = dict(decode(dict(decode(answer))[1]))
-            return State(version[8])
+            return State(int(version[8]))
         except self._error as error:
-            cause = getattr(error, "details", lambda: "")() or type(error).__name__
+            status, cause = error.code().name, error.details()  # type: ignore[attr-defined]
             raise WeightsError(
-                f"ModelExpress at {self._server} refused {name}: {cause}.",
+                f"ModelExpress at {self._server} failed in {name}: {cause} ({status}).",
                 f"Check that its server runs there, and is version {MODELEXPRESS}.",
             ) from error
         except (LookupError, TypeError, ValueError) as error:
@@ -213,7 +217,7 @@ def _read_token() -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {token}")] if token else []
 
 
-# --- protobuf, as far as these messages need it ----------------------------------------------------
+# --- protobuf, as far as these messages need it ---------------------------------------------------
 
 
 def encode(fields: Mapping[int, Field]) -> bytes:
