@@ -35,7 +35,7 @@ _RESOLVERS = {
     "add": lambda a, b: a + b,
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a / b,
-    "max": max,
+    "max": lambda *values: max(values),
 }
 """What NeMo-RL's recipes compute with."""
 _VARIABLE = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
@@ -144,9 +144,11 @@ def _interpolate(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         note = "omegaconf is not installed here, so `${…}` is read as text"
         return values, [note] if "${" in repr(values) else []
     config = omegaconf.OmegaConf
+    # The first is of omegaconf 2.4, which warns of the second.
+    register = getattr(config, "register_resolver", None) or config.register_new_resolver
     for name, function in _RESOLVERS.items():
         if not config.has_resolver(name):
-            config.register_new_resolver(name, function)
+            register(name, function)
     tree, resolved, notes = config.create(values), dict(values), []
     for key in values:
         try:

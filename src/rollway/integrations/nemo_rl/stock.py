@@ -196,7 +196,8 @@ class StockUpdate:
         self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
     ) -> Preflight:
         self._ready[worker.instance_id] = worker
-        return Preflight(verifies_itself=False)
+        # NeMo-RL's first refit sends what the engines have loaded from the checkpoint.
+        return Preflight(verifies_itself=False, may_equal=True)
 
     def is_staged_in(self, worker: Worker) -> bool:
         return False
