@@ -11,8 +11,7 @@ import yaml
 from tests.conftest import Footprint
 from tests.light.spec import light
 from tests.modelexpress_server import ModelExpressServer
-from tests.stack.policies import Policy
-from tests.stack.test_nemo_rl_faults import (
+from tests.stack.nemo_rl_runs import (
     ORDERS,
     check_samples,
     expect_failure,
@@ -20,6 +19,7 @@ from tests.stack.test_nemo_rl_faults import (
     opened,
     read_versions,
 )
+from tests.stack.policies import Policy
 from tests.unit.weights.nixl_pieces import nixl
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300), nixl]

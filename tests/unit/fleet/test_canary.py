@@ -30,7 +30,7 @@ async def check(
     weights: dict[int, float] = {}
 
     async def ask(worker: Worker) -> Answer:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # as a request does, it lets others run
         return answer(weights[worker.instance_id])
 
     canaries = CanaryCheck(ask, expected)
