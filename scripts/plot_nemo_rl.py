@@ -18,11 +18,13 @@ ROOT = Path(__file__).parents[1]
 _TESTS = "tests/nemo_rl/test_training.py"
 CONTROL = "no refits"
 TRAININGS = {
-    "collective": "test_it_learns[collective]",
+    "shm, shards": "test_it_learns[shm-shards]",
     "nixl, shards": "test_it_learns[nixl-shards]",
+    "collective": "test_it_learns[collective]",
     "files": "test_it_learns[files]",
     "delta": "test_it_learns[delta]",
     "Megatron, shm": "test_it_trains_from_megatron_ranks[shm]",
+    "a worker dies": "test_it_learns_while_a_worker_dies",
     CONTROL: "test_without_refits_it_does_not",
 }
 """Tests, by the names of their lines."""
@@ -81,7 +83,7 @@ def plot(lines: dict[str, Line], image: Path) -> None:
         axes.grid(alpha=0.3)
     rewards.legend(fontsize=8)
     image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image, dpi=110)
+    figure.savefig(image, dpi=100)
     print(f"{image}: {image.stat().st_size} bytes, {len(lines)} trainings")
 
 
