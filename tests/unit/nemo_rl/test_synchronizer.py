@@ -202,6 +202,7 @@ def test_a_rank_publishes_by_the_card_of_the_recipe() -> None:
 
 
 def test_ranks_are_told_what_mx_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
     monkeypatch.setenv("NRL_MX_EXPERT_TENSOR_PATTERN", "bank")
     server = {"enabled": True, "mx_server_url": "mx:8001"}
     first, second = (make(sync=WeightSync(mx_config=server))[0]._make_options() for _ in range(2))
