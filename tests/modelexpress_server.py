@@ -68,7 +68,9 @@ def _add_message(file: Any, name: str, fields: dict[str, tuple[int, int]]) -> No
 class ModelExpressServer:
     """The server, at `address`; `versions` has all that were created, `requests` all calls."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, *, is_old: bool = False) -> None:
+        """With `is_old`, answer as version 0.5 did: with the version itself."""
+        self._is_old = is_old
         self._messages = make_messages()
         self.versions: dict[str, Any] = {}
         self.requests: list[tuple[str, bytes]] = []
@@ -104,7 +106,8 @@ class ModelExpressServer:
             metadata = dict(context.invocation_metadata())
             self.tokens.append(metadata.get("authorization", ""))
             version = run(request_class.FromString(raw), context)
-            return bytes(response_class(version=version).SerializeToString())
+            answer = version if self._is_old else response_class(version=version)
+            return bytes(answer.SerializeToString())
 
         return grpc.unary_unary_rpc_method_handler(handle)
 

@@ -151,6 +151,13 @@ def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
         ModelExpressCatalog(MemoryCatalog(), address, "")
 
 
+def test_a_server_of_another_version_is_refused() -> None:
+    with ModelExpressServer(is_old=True) as server:
+        client = RefitClient(server.address)
+        with pytest.raises(WeightsError, match="answered CreateWeightVersion without a version"):
+            client.create("org/model", UID, ["rank-0"])
+
+
 def test_weights_arrive_while_the_server_calls_them_ready(mx: ModelExpressServer) -> None:
     pytest.importorskip("nixl_cu12")
     from rollway.weights.transports.nixl import NixlPublisher, NixlReader
