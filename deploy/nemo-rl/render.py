@@ -88,13 +88,28 @@ class Deployment(graphs.Renderer):  # type: ignore[misc, name-defined]
         return {"name": "Router", "replicas": 1, "command": ["sh", "-c", start], "env": []}
 
     def make_model_express(self) -> list[Object]:
-        """Return a ModelExpress server, the catalog of `weight_sync.method: mx`."""
+        """Return a ModelExpress server, which records the versions of `weight_sync.method: mx`."""
         if not self.values["modelExpress"]:
             return []
         name, labels = "modelexpress-server", self.make_labels("modelexpress")
-        port = [{"name": "grpc", "containerPort": _MODEL_EXPRESS}]
-        container = {"name": "server", "image": self.values["modelExpress"]["image"], "ports": port}
-        pod = {"metadata": {"labels": labels}, "spec": self.make_pod(container)}
+        images = self.values["modelExpress"]
+        # It keeps versions in Redis, and in nothing else. Here they end with the pod.
+        store = {"name": "redis", "image": images["store"], "args": ["--bind", "127.0.0.1"]}
+        container = {
+            "name": "server",
+            "image": images["image"],
+            "env": self.list_env(
+                {
+                    "MODEL_EXPRESS_SERVER_PORT": _MODEL_EXPRESS,
+                    "MX_METADATA_BACKEND": "redis",
+                    "REDIS_URL": "redis://127.0.0.1:6379",
+                }
+            ),
+            "ports": [{"name": "grpc", "containerPort": _MODEL_EXPRESS}],
+        }
+        spec = self.make_pod(container)
+        spec["containers"].append(store)
+        pod = {"metadata": {"labels": labels}, "spec": spec}
         spec = {"replicas": 1, "selector": {"matchLabels": labels}, "template": pod}
         metadata = {"name": name, "labels": labels}
         ports = [{"name": "grpc", "port": _MODEL_EXPRESS, "targetPort": _MODEL_EXPRESS}]

@@ -12,83 +12,37 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rollway.api import make_spec
-from rollway.bench.nemo_rl_refit import Policy as InProcessPolicy
 from rollway.chaos.faults import Joiner
 from rollway.chaos.target import Target
 from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.discovery import RlListing, Worker, discover
 from rollway.http import Http
-from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.synchronizer import Synchronizer
 from tests.children import start_child
 from tests.conftest import Footprint
 from tests.light.spec import light
-from tests.stack.nemo_rl import make_batch, make_config
+from tests.stack.nemo_rl import make_config
+from tests.stack.nemo_rl_runs import (
+    BOUND,
+    ORDERS,
+    check_samples,
+    expect_failure,
+    make_synchronizer,
+    opened,
+    read_versions,
+)
 from tests.stack.policies import Policy
-from tests.stack.serving import TOLERANCE, fresh_prompt
 from tests.unit.weights.nixl_pieces import nixl
 from tests.waiting import wait_until, wait_until_async
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
-
-BOUND = 60.0
-"""Within these seconds every fault must be named."""
-ORDERS = {"LIGHT_ORDERS": "1"}
-
-
-@contextmanager
-def opened(spec: dict[str, Any]) -> Iterator[Generation]:
-    generation = Generation(None, make_config(spec["models"][0]["name"], stack=spec))
-    try:
-        yield generation
-    finally:
-        generation.shutdown()
-
-
-def make_synchronizer(
-    generation: Generation, policy: Policy, seconds: float | None = None, **sync: Any
-) -> Synchronizer:
-    return Synchronizer(
-        InProcessPolicy(policy.model),
-        generation,
-        WeightSync(**(sync or {"method": "files"})),
-        refit_timeout_s=seconds,
-        get=list,
-    )
-
-
-def expect_failure(synchronizer: Synchronizer, match: str) -> RollwayError:
-    began = time.monotonic()
-    with pytest.raises(RollwayError, match=match) as raised:
-        synchronizer.sync_weights()
-    assert time.monotonic() - began < BOUND
-    assert synchronizer.is_stale
-    return raised.value
-
-
-def check_samples(generation: Generation, policy: Policy, version: int, count: int = 8) -> None:
-    """Every sample is of this version, and of the weights that it names."""
-    prompts = [fresh_prompt(20) for _ in range(count)]
-    output = generation.generate(make_batch(*prompts))
-    assert output["weight_versions"].tolist() == [[version, version]] * count
-    for row, prompt in enumerate(prompts):
-        end = int(output["unpadded_sequence_lengths"][row])
-        ids = output["output_ids"][row, 20:end].tolist()
-        logprobs = output["logprobs"][row, 20:end].tolist()
-        assert policy.distance(prompt, ids, logprobs) < TOLERANCE
-
-
-def read_versions(generation: Generation) -> dict[int, int | None]:
-    return generation.connection.run(generation.connection.fleet.read_versions())
 
 
 def find_pid(generation: Generation, role: str) -> int:
@@ -303,7 +257,7 @@ def test_a_killed_catalog_is_named_and_the_workers_go_on(
             return child
 
         catalog = start()
-        mx = {"enabled": True, "mx_server_url": f"127.0.0.1:{port}"}
+        mx = {"enabled": True, "mx_server_url": f"rollway://127.0.0.1:{port}"}
         synchronizer = make_synchronizer(
             generation, policies[1], method="nixl", shards=True, mx_config=mx
         )

@@ -4,6 +4,7 @@ transfer. The group is gloo's: NCCL needs a GPU for each rank (`gloo_transfer`).
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.stack.gloo_transfer import BACKEND, write_plugin
 from tests.stack.nemo_rl import make_config
 from tests.stack.policies import Policy
 from tests.stack.stacks import VLLM_ARGS
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
 
@@ -76,15 +78,45 @@ def test_workers_of_dynamos_own_serve_the_policys_weights(
     policy: Any = InProcessPolicy(policies[1].model)
     synchronizer = Synchronizer(policy, generation, sync, get=list)
     try:
+        # NeMo-RL's first refit sends what the workers have: no answer changes.
+        policy.model = policies[0].model
+        assert synchronizer.sync_weights()["workers"] == WORKERS
+        assert list_proofs(synchronizer) == {"declared"}
         for weights in (policies[1], policies[0], policies[1]):
             policy.model = weights.model
             figures = synchronizer.sync_weights()
             assert figures["workers"] == WORKERS
             assert figures["bytes"] == sum(p.nbytes for p in weights.model.parameters())
-            assert synchronizer.report is not None
-            assert {worker.proof for worker in synchronizer.report.workers} == {"canary"}
+            assert list_proofs(synchronizer) == {"canary"}
+            check_answers(generation, weights, int(figures["version"]))
+        # A group cannot replace a rank: with a new worker, a new one forms. The successor has the
+        # base weights, which are those of the next version: its answer does not change.
+        os.kill(next(iter(processes)), signal.SIGKILL)
+        wait_until(lambda: is_whole(generation, processes), seconds=120)
+        for weights in (policies[0], policies[2]):
+            policy.model = weights.model
+            figures = synchronizer.sync_weights()
+            assert figures["workers"] == WORKERS
+            assert list_proofs(synchronizer) == {"canary"}
             check_answers(generation, weights, int(figures["version"]))
         with pytest.raises(UsageError, match="without Rollway's extension set none"):
             synchronizer.sync_weights(kv_scales={"model.layers.0.self_attn.k_scale": 1.0})
     finally:
         synchronizer.shutdown()
+
+
+def list_proofs(synchronizer: Synchronizer) -> set[str]:
+    assert synchronizer.report is not None
+    return {worker.proof for worker in synchronizer.report.workers}
+
+
+def is_whole(generation: Generation, before: set[int]) -> bool:
+    """Return whether a successor of a killed worker is ready, and all workers answer."""
+    state = generation.connection.stack.read_state()
+    assert state is not None
+    workers = [process for process in state.processes if process.role == "worker"]
+    if list_workers(generation) == before or any(each.state != "ready" for each in workers):
+        return False
+    connection = generation.connection
+    listed = connection.run(connection.fleet.workers())
+    return len(listed) == WORKERS and all(worker.error is None for worker in listed)

@@ -95,6 +95,7 @@ class WorkerExtension:
         if not hasattr(self, "_rollway_receivers"):
             self._rollway_receivers: dict[str, Reader] = {}
         reader = get_reader(weights, self._rollway_receivers)
+        reader.rank = self.rank  # type: ignore[attr-defined]
         headers, scales = split_scales(reader.headers(weights))
         new, draft = split_draft(headers)
         from_files = weights.transport == "files"

@@ -1,12 +1,19 @@
 """Canary generations verify the weights of workers that cannot compare their parameters.
 
 A refit asks each of these workers for the same few greedy tokens before and after the update. The
-answer must change, and it must agree with the other workers on the new version, or with the answer
-that the trainer expects.
+answer must agree with the other workers on the new version, or with the answer that the trainer
+expects, and it must change:
+
+    changed                                    compare with the reference, or become it
+    as before ── others have changed ────────► compare: it had these weights already, as the
+                 │                             successor of a dead worker may, or it ignored them
+                 └─ nobody has changed ──────► an error, unless the weights may be the old ones
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +27,8 @@ from rollway.rollout.wire import DynamoAssembly, completion_request
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 TOLERANCE = 5e-3
 """The largest difference of two log-probs that still agree."""
+OTHERS_SECONDS = 10.0
+"""How long a worker whose answer is the same as before waits for the answers of the others."""
 _SAMPLING = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
@@ -82,6 +91,10 @@ class CanaryCheck:
     """The trainer's answer; without it, the first worker's answer counts."""
     _before: dict[int, Answer] = field(default_factory=dict)
     _reference: Answer | None = None
+    _has_changed: bool = False
+    """Whether the reference is known to be of the new weights."""
+    _unchanged: set[int] = field(default_factory=set)
+    _news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def record_before(self, worker: Worker) -> None:
         """Ask a worker before its update."""
@@ -89,24 +102,47 @@ class CanaryCheck:
 
     async def use_as_reference(self, worker: Worker) -> None:
         """Ask a worker that already serves the version; others must agree with its answer."""
-        self._reference = await self.ask(worker)
+        self._reference, self._has_changed = await self.ask(worker), True
 
-    async def verify(self, worker: Worker) -> None:
-        """Ask a worker after its update; raise `AdminError` unless its answer is right."""
+    async def verify(self, worker: Worker, *, may_equal: bool = False) -> bool:
+        """Ask a worker after its update; raise `AdminError` unless its answer is right.
+
+        With `may_equal`, the weights may be those that all workers had. Return whether the answer
+        proves that they were loaded: nothing does if nobody's answer changed."""
         answer = await self.ask(worker)
-        if answer == self._before.get(worker.instance_id):
-            raise AdminError(
-                f"{worker} answers the canary exactly as before the update.",
-                "It did not load the new weights, or they equal the old ones; then no refit is "
-                "needed.",
-            )
+        is_unchanged = answer == self._before.get(worker.instance_id)
+        if is_unchanged:
+            await self._wait_for_others(worker)
         wanted = self.expected or self._reference
-        if wanted is None:
-            self._reference = answer
-        elif not answer.agrees(wanted):
+        if wanted is not None and not answer.agrees(wanted):
             raise AdminError(
                 f"{worker} answers the canary differently than "
                 f"{'expected' if self.expected else 'the other workers'}: log-probs "
                 f"{[round(value, 4) for value in answer.logprobs]} against "
                 f"{[round(value, 4) for value in wanted.logprobs]}."
             )
+        self._has_changed |= not is_unchanged
+        if wanted is None and is_unchanged and not may_equal:
+            raise AdminError(
+                f"{worker} answers the canary exactly as before the update.",
+                "It did not load the new weights, or they equal the old ones; then no refit is "
+                "needed.",
+            )
+        if wanted is None:
+            async with self._news:
+                self._reference = answer
+                self._news.notify_all()
+        return self.expected is not None or self._has_changed
+
+    async def _wait_for_others(self, worker: Worker) -> None:
+        """Wait until a worker has another answer than before, or all have the same."""
+        self._unchanged.add(worker.instance_id)
+
+        def is_decided() -> bool:
+            has_wanted = self.expected is not None or self._reference is not None
+            return has_wanted or self._unchanged >= self._before.keys()
+
+        async with self._news:
+            self._news.notify_all()
+            with contextlib.suppress(TimeoutError):  # one of them may have failed
+                await asyncio.wait_for(self._news.wait_for(is_decided), OTHERS_SECONDS)

@@ -60,6 +60,8 @@ class Preflight:
     """Whether the worker compares what it loads with the update."""
     reply: StageReply | None = None
     """The worker's answer to the order to stage it; None if it was checked by single calls."""
+    may_equal: bool = False
+    """Whether the weights may be those that all workers have, so that no answer changes."""
 
     @property
     def is_starting(self) -> bool:

@@ -82,6 +82,8 @@ class WorkerRefit:
     service: Service = field(init=False)
     verifies_itself: bool = False
     """Whether the worker compares its parameters with the update."""
+    may_equal: bool = False
+    """Whether the update may be what all workers have already."""
     is_supervised: bool = False
     """Whether a supervisor labels the worker once it is ready."""
     may_hold_update: bool = False
@@ -134,6 +136,7 @@ class WorkerRefit:
             self.may_hold_update, self.report.state = False, "joining"
             return
         self.verifies_itself, self.report.state = checked.verifies_itself, "untouched"
+        self.may_equal = checked.may_equal
         if checked.reply is not None:
             self.service.label = checked.reply.label
         else:
@@ -310,8 +313,8 @@ class WorkerRefit:
         elif self.plan.canaries is None or not self._needs_canary:
             self.report.proof = "declared"
         else:
-            await self._verify_by_canary(self.plan.canaries)
-            self.report.proof = "canary"
+            is_proven = await self._verify_by_canary(self.plan.canaries)
+            self.report.proof = "canary" if is_proven else "declared"
         self.report.update_seconds = self.lap()
 
     @property
@@ -321,14 +324,14 @@ class WorkerRefit:
         is_alone = self.instance_id >= 0 and not self.worker.role
         return is_alone and not self.verifies_itself
 
-    async def _verify_by_canary(self, canaries: CanaryCheck) -> None:
+    async def _verify_by_canary(self, canaries: CanaryCheck) -> bool:
         # The worker must generate to answer. It is outside the routing, but a stalled router may
         # still deliver a request: the answer to it must not count for the old version.
         await self.service.abort_late_requests()
         self.plan.versions.mark_entered(self.instance_id, self.plan.version)
         await self.service.pinned.resume(self.worker)
         try:
-            await canaries.verify(self.worker)
+            return await canaries.verify(self.worker, may_equal=self.may_equal)
         finally:
             await self.service.pinned.pause(self.worker, "abort")
 

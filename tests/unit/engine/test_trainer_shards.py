@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from rollway.engine.incoming import Incoming
 from rollway.engine.memory import HostBuffers
 from rollway.engine.shadow import ParameterArena
 from rollway.engine.staging import Staging
+from rollway.errors import WeightsError
 from rollway.orders import SECRET
 from rollway.weights.megatron.geometry import Topology
 from rollway.weights.offer import Offer
@@ -104,7 +106,15 @@ class Reduction:
         return torch.stack(self._parts).sum(dim=0)
 
 
-def _publish(transport: str, ranks: Ranks, tp: int, directory: Path, cleanup: ExitStack) -> Offer:
+def _publish(
+    transport: str,
+    ranks: Ranks,
+    tp: int,
+    directory: Path,
+    cleanup: ExitStack,
+    *,
+    same_rank: bool = False,
+) -> Offer:
     if transport == "shm":
         offers = []
         for held in ranks:
@@ -112,9 +122,10 @@ def _publish(transport: str, ranks: Ranks, tp: int, directory: Path, cleanup: Ex
             offers.append(shm.publish(3, held))
         return join_offers(offers)
     catalog, world = cleanup.enter_context(CatalogServer()), len(ranks)
+    options: dict[str, Any] = {"catalog": catalog, "world": world, "engine_ranks": tp}
+    options["same_rank"] = same_rank
     publishers = [
-        cleanup.enter_context(NixlPublisher(catalog=catalog, rank=r, world=world, engine_ranks=tp))
-        for r in range(world)
+        cleanup.enter_context(NixlPublisher(rank=rank, **options)) for rank in range(world)
     ]
     for publisher, held in zip(publishers, ranks, strict=True):
         publisher.announce(3, held)
@@ -177,3 +188,54 @@ def test_every_parameter_of_every_rank_is_the_checkpoints(
             assert actual.keys() == wanted.keys()
             for name, tensor in wanted.items():
                 assert torch.equal(actual[name], tensor), name
+
+
+@nixl
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_like_rank_reads_from_like_rank(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two engine ranks has all it needs from one of two tensor-parallel Megatron ranks,
+    replicated tensors too."""
+    monkeypatch.setenv(SECRET, WORD)
+    monkeypatch.setattr(in_place, "list_changed_layers", lambda _: {})
+    model = DATA / f"hf_{kind}"
+    truth = load_file(model / "model.safetensors")
+    ranks = held_by_ranks(model, truth, MEGATRON["megatron-tp2"])
+    with ExitStack() as cleanup:
+        offer = _publish("nixl", ranks, 2, tmp_path, cleanup, same_rank=True)
+        for rank in range(2):
+            with use_ranks(2, rank):
+                worker = create_worker(model)
+                reader = _open_reader("nixl", tmp_path, cleanup)
+                assert isinstance(reader, NixlReader)
+                reader.rank = rank
+                headers = reader.headers(offer)
+                incoming = Incoming(worker, reader, offer, headers, 2, torch.clone)
+                incoming.restrict(worker.model_runner.get_model())
+                parts = {name: tensor.clone() for name, tensor in incoming.tensors()}
+            assert [source[:8] for source in reader.total.sources] == [f"trainer{rank}"]
+            for name, part in parts.items():
+                box = incoming.slices.boxes.get(name)
+                assert torch.equal(part, truth[name] if box is None else truth[name][box.slices])
+
+
+@nixl
+@pytest.mark.parametrize(("source", "tp"), [("megatron-tp2", 1), ("megatron-pp2", 2)])
+def test_another_ranks_card_is_not_used_where_like_ranks_read(
+    source: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET, WORD)
+    model = DATA / "hf_dense"
+    truth = load_file(model / "model.safetensors")
+    ranks = held_by_ranks(model, truth, MEGATRON[source])
+    with ExitStack() as cleanup:
+        offer = _publish("nixl", ranks, tp, tmp_path, cleanup, same_rank=True)
+        reader = _open_reader("nixl", tmp_path, cleanup)
+        reader.headers(offer)
+        refusal = r"Rank 0 of the engine would read model\.\S+ through .* rank of the trainer \(1\)"
+        with pytest.raises(WeightsError, match=refusal) as caught:
+            list(reader.tensors(offer))
+        assert "same_rank_only" in caught.value.hint
+        offer = _publish("nixl", ranks, tp, tmp_path, cleanup)
+        assert len(list(reader.tensors(offer))) == len(truth)

@@ -17,7 +17,7 @@ import yaml
 
 from rollway.kubernetes.dgd import read_documents, read_manifest
 from rollway.kubernetes.names import check_image
-from rollway.weights.transports.nixl.catalog import MODELEXPRESS
+from rollway.weights.transports.nixl.modelexpress import MODELEXPRESS
 from tests.unit.kubernetes.schemas import list_faults
 
 ROOT = Path(__file__).parents[3]
@@ -86,7 +86,9 @@ def test_services_are_pinned_by_digest() -> None:
 
 def test_a_trainer_has_the_versions_of_its_workers() -> None:
     text = (DEPLOY / "docker" / "Dockerfile.trainer").read_text()
-    assert f'"modelexpress=={MODELEXPRESS}"' in text
+    assert '".[k8s]" grpcio' in text  # for a ModelExpress server
+    manifest = (DEPLOY / "manifests" / "modelexpress.yaml").read_text()
+    assert f"modelexpress-server:{MODELEXPRESS}" in manifest
     wanted = PROJECT["optional-dependencies"]["nixl"][0]
     assert wanted == "nixl-cu12>=1.5.1"
     assert '"nixl-cu12==1.5.1" "nixl==1.5.1"' in text

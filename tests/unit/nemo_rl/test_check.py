@@ -181,6 +181,36 @@ def test_scales_and_draft_models_that_arrive_are_no_problem() -> None:
     assert find_problems(recipe) == []
 
 
+MEGATRON = {"enabled": True, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("engine", "shards", "megatron", "words"),
+    [
+        (1, False, None, ""),
+        (2, False, None, "rank 0 publishes everything"),
+        (1, True, None, "divide every tensor"),
+        (2, True, MEGATRON, ""),
+        (1, True, MEGATRON, "its sizes are 2 (tensor) and 1 (pipeline)"),
+        (2, True, MEGATRON | {"pipeline_model_parallel_size": 2}, "2 (pipeline)"),
+    ],
+)
+def test_like_ranks_must_be_able_to_read_from_each_other(
+    engine: int, shards: bool, megatron: Any, words: str
+) -> None:
+    sync = {"method": "mx", "shards": shards, "mx_config": {"enabled": True}}
+    values = {"policy__megatron_cfg": megatron} if megatron else {}
+    recipe = change(cluster__weight_sync=sync, **values)
+    recipe["policy"]["generation"]["vllm_cfg"]["tensor_parallel_size"] = engine
+    problems = find_problems(recipe)
+    assert [problem.key for problem in problems] == (
+        ["cluster.weight_sync.mx_config.same_rank_only"] if words else []
+    )
+    assert all(words in problem.cause for problem in problems)
+    sync["mx_config"] = {"enabled": True, "same_rank_only": False}
+    assert find_problems(recipe) == []
+
+
 def test_heads_must_divide_over_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6}))
     recipe = at(stack={})

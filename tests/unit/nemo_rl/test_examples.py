@@ -16,6 +16,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from rollway.integrations.nemo_rl.check import find_problems, read_recipe
+from rollway.weights.transports.nixl.modelexpress import MODELEXPRESS
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "nemo_rl"
@@ -108,7 +109,7 @@ def test_deployments_fit_the_schema_of_the_crd(name: str, version: str) -> None:
     assert all(re.search(r":\d+\.\d+\.\d+$", image) for image in images)  # the operator wants it
 
 
-def test_what_is_special_about_some_deployments() -> None:
+def test_what_is_special_about_some_deployments(nemo_rl: Path) -> None:
     (graph,) = make("swe-30b", "v1beta1")
     (_, worker, command, _) = list_components(graph)[1]
     assert worker["replicas"] == 24
@@ -119,8 +120,15 @@ def test_what_is_special_about_some_deployments() -> None:
     short, long, front = make("pools", "v1beta1")
     assert [g["metadata"]["name"] for g in (short, long)] == ["pool-short", "pool-long"]
     assert [name for name, *_ in list_components(front)] == ["Frontend", "GlobalRouter"]
-    kinds = [each["kind"] for each in make("modelexpress", "v1beta1")]
+    server, service, graph = make("modelexpress", "v1beta1")
+    kinds = [each["kind"] for each in (server, service, graph)]
     assert kinds == ["Deployment", "Service", "DynamoGraphDeployment"]
+    containers = {c["name"]: c for c in server["spec"]["template"]["spec"]["containers"]}
+    # Versions of ModelExpress cannot read each other's messages.
+    assert containers["server"]["image"].endswith(f":{MODELEXPRESS}") and "redis" in containers
+    recipe = read_recipe(EXAMPLES / "modelexpress.yaml").values
+    url = recipe["cluster"]["weight_sync"]["mx_config"]["mx_server_url"]
+    assert url == f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
 
 
 def test_the_pools_of_the_recipe_are_those_of_the_deployment(nemo_rl: Path) -> None:

@@ -8,9 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from rollway.errors import AdminError, UsageError
+from rollway.fleet.fleet import Fleet
+from rollway.http import Http
 from rollway.integrations.nemo_rl.stock import StockUpdate, StockWire
+from tests.unit.fleet.fake_fleet import ROUTES, FakeWorker, fake_fleet
 
 
 def make_worker(number: int, ranks: int = 1) -> Any:
@@ -100,6 +104,58 @@ async def test_a_worker_that_is_ready_later_gets_a_broadcast_of_its_own() -> Non
         "nccl_unique_id_b64": "aWQ=", "packed": True, "rank_offset": 1, "world_size": 2,
     }  # fmt: skip
     assert calls.calls.count("send_weights_via_checkpoint_engine") == 3  # once to list
+    assert update.repeatable  # or a refit would refuse a worker that joins in it
+    update.close()
+    assert not update.repeatable
+
+
+class FakeStockWorker(FakeWorker):
+    """Declares what its last call of an update says, as Dynamo's workers do."""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if request.match_info["route"] == "update_weights_from_distributed":
+            self.version = body.get("weight_version", self.version)
+        return await super().handle(request)
+
+
+async def test_a_successor_that_is_ready_in_the_middle_of_a_refit_is_part_of_it() -> None:
+    """Its supervisor labels it when it is ready; before, it is left alone."""
+    routes = [*ROUTES, "update_weights_from_distributed", "init_weights_update_group"]
+    first, successor = (FakeStockWorker(number, routes=routes) for number in (1, 2))
+    successor.version = None
+
+    async def become_ready(step: str, worker: Any) -> None:
+        if step == "update" and successor.version is None:
+            successor.version = 0
+
+    async with fake_fleet(first, successor) as url, Http() as http:
+        fleet = Fleet(http, url, supervised=lambda _: True)
+        fleet.observer = become_ready
+        calls = FakeCalls()
+        wire = StockWire(calls)
+        update = await wire.prepare(fleet)
+        report = await fleet.refit(7, update)
+        assert [(w.state, w.version) for w in report.workers] == [("serving", 7)] * 2
+        assert report.passes == 2 and calls.calls.count("join_group") == 2
+        update.close()
+        report = await fleet.refit(8, await wire.prepare(fleet))
+        assert fleet.versions.by_worker == {1: 8, 2: 8} and report.passes == 1
+        assert calls.calls.count("join_group") == 3  # all of them together
+
+
+async def test_a_version_that_has_ended_is_sent_to_nobody_who_joins() -> None:
+    routes = [*ROUTES, "update_weights_from_distributed", "init_weights_update_group"]
+    first, late = (FakeStockWorker(number, routes=routes) for number in (1, 2))
+    late.version = None
+    async with fake_fleet(first, late) as url, Http() as http:
+        fleet = Fleet(http, url, supervised=lambda _: True)
+        update = await StockWire(FakeCalls()).prepare(fleet)
+        await fleet.refit(7, update)
+        update.close()
+        late.version = 0
+        assert await fleet.admit() is None
+        assert late.version == 0 and "update_weights_from_distributed" not in late.calls
 
 
 async def test_a_draft_model_is_refused_before_a_worker_is_asked() -> None:

@@ -201,6 +201,25 @@ def test_a_rank_publishes_by_the_card_of_the_recipe() -> None:
     assert "net_devices" not in RankPublisher(off, 0, 1)._list_nixl_options(False)
 
 
+def test_ranks_are_told_what_mx_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("NRL_MX_EXPERT_TENSOR_PATTERN", "bank")
+    server = {"enabled": True, "mx_server_url": "mx:8001"}
+    first, second = (make(sync=WeightSync(mx_config=server))[0]._make_options() for _ in range(2))
+    assert first.catalog == "" and first.same_rank and first.expert_pattern == "bank"
+    assert first.modelexpress | {"run": ""} == {"server": "mx:8001", "model": "policy", "run": ""}
+    assert first.modelexpress["run"] != second.modelexpress["run"]
+    options = RankPublisher(first, 0, 2)._list_nixl_options(is_shard=True)
+    assert options["same_rank"] and options["modelexpress"].server == "mx:8001"
+    own = {"enabled": True, "mx_server_url": "rollway://catalog:7070", "same_rank_only": False}
+    options = make(sync=WeightSync(mx_config=own))[0]._make_options()
+    assert options.catalog == "http://catalog:7070" and not options.modelexpress
+    assert not options.same_rank
+    # Without `enabled`, what NeMo-RL's names say does not count.
+    options = make(sync=WeightSync())[0]._make_options()
+    assert not (options.modelexpress or options.catalog or options.same_rank)
+
+
 def test_scales_of_a_cache_are_refused_before_anything_is_published() -> None:
     policy = FakePolicy()
     synchronizer, stack = make(policy)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import http.client
-import importlib
-import importlib.metadata
 import os
 import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +21,6 @@ from rollway.weights.transports.nixl import catalog_http
 from rollway.weights.transports.nixl.catalog import (
     Listing,
     MemoryCatalog,
-    ModelExpressCatalog,
     NotYet,
     wait_for,
 )
@@ -400,89 +395,3 @@ def test_an_invalid_address_is_refused(server: CatalogServer) -> None:
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(UsageError, match="cannot listen"):
         CatalogServer(port=port, secret=WORD)
-
-
-# --- ModelExpress, with a stand-in ---------------------------------------------------------------
-
-
-class StandIn:
-    """The calls of ModelExpress 0.7.0's control client that are used, with its signatures."""
-
-    versions: dict[str, str]
-
-    @classmethod
-    def connect(cls, *, server_url: str, rpc_timeout_seconds: float = 30.0) -> StandIn:
-        client = cls()
-        client.versions = {}
-        return client
-
-    def create_weight_version(
-        self, *, model_name: str, idempotency_key: str, payload_format: str, uid: str
-    ) -> Any:
-        assert model_name and idempotency_key and payload_format
-        return self._version(uid, self.versions.setdefault(uid, "STAGING"))
-
-    def update_weight_version_state(self, version_id: str, state: str) -> Any:
-        self.versions[version_id] = state
-        return self._version(version_id, state)
-
-    def get_weight_version(self, version_id: str) -> Any:
-        return self._version(version_id, self.versions[version_id])
-
-    def delete_weight_version(self, version_id: str) -> Any:
-        return self.update_weight_version_state(version_id, "RELEASING")
-
-    def close(self) -> None: ...
-
-    def _version(self, uid: str, state: str) -> Any:
-        return SimpleNamespace(version_id=uid, state=state)
-
-
-@pytest.fixture
-def modelexpress(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = SimpleNamespace(STAGING="STAGING", READY="READY", RELEASING="RELEASING")
-    package = SimpleNamespace(
-        ModelExpressControlClient=StandIn,
-        WeightVersionState=states,
-        WeightPayloadFormat=SimpleNamespace(FULL_TENSOR="FULL_TENSOR"),
-    )
-    monkeypatch.setattr(importlib, "import_module", lambda name: package)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.7.0")
-
-
-@pytest.mark.usefixtures("modelexpress")
-def test_modelexpress_decides_which_versions_exist(server: CatalogServer) -> None:
-    catalog = ModelExpressCatalog(server, "mx:8001", "qwen")
-    catalog.announce(listing(source="t0", rank=0, world=2))
-    with pytest.raises(NotYet, match="not ready"):
-        catalog.look_up(1, "r")
-    catalog.announce(listing(source="t1", rank=1, world=2))
-    assert len(catalog.look_up(1, "r")) == 2
-    catalog.acknowledge(1, "r")
-    assert catalog.list_receivers(1) == ["r"]
-    catalog.withdraw(1, "t0")
-    with pytest.raises(WeightsError, match="releasing version 1"):
-        catalog.look_up(1, "r")
-    with pytest.raises(WeightsError, match="refused get_weight_version"):
-        catalog.look_up(2, "r")
-    again = open_catalog(catalog.where(), secret=WORD)
-    assert isinstance(again, ModelExpressCatalog)
-    assert again.where() == {"catalog": server.url, "modelexpress": "mx:8001", "model": "qwen"}
-    catalog.leave("t1")
-    catalog.close()
-
-
-@pytest.mark.usefixtures("modelexpress")
-def test_modelexpress_is_pinned_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"client is 0.7.0 and its server 0.5.1"):
-        ModelExpressCatalog(MemoryCatalog(), "mx:8001", "qwen", server_version="0.5.1")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.0")
-    with pytest.raises(UsageError, match=r"client is 0.6.0"):
-        ModelExpressCatalog(MemoryCatalog(), "mx:8001", "qwen")
-    with pytest.raises(UsageError, match="by model"):
-        ModelExpressCatalog(MemoryCatalog(), "mx:8001", "")
-
-
-def test_a_missing_modelexpress_is_reported() -> None:
-    with pytest.raises(UsageError, match=r"pip install modelexpress==0.7.0"):
-        ModelExpressCatalog(MemoryCatalog(), "mx:8001", "qwen")

@@ -11,7 +11,7 @@ from torch import nn
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece, Role
 from rollway.weights.megatron.geometry import ModelGeometry, Position
-from rollway.weights.megatron.names import NameMap
+from rollway.weights.megatron.names import NameMap, name_experts
 from rollway.weights.megatron.tensors import from_megatron, read_rank
 
 GEOMETRY = ModelGeometry(
@@ -85,6 +85,24 @@ def test_layers_of_a_virtual_pipeline_have_their_own_numbers() -> None:
             "mlp.experts.weight2": Role.EXPERT_ROW,
         }.items()
     )
+
+
+def test_experts_of_another_name_are_found_by_a_part_of_it() -> None:
+    """What NRL_MX_EXPERT_TENSOR_PATTERN says, of a module that is not called `experts`."""
+    plain, renamed = _chunk(1), _chunk(1)
+    mlp = renamed.module.module.decoder.layers[0].mlp
+    mlp.moe_bank, mlp.experts = mlp.experts, nn.Module()
+    expected, _ = read_rank(plain, NAMES, HALF)
+    layout, tensors = read_rank(renamed, NAMES, HALF, experts="bank")
+    assert layout.names == expected.names and layout.shards == expected.shards
+    name = "decoder.layers.0.mlp.experts.weight1"
+    assert tensors[name].data_ptr() == mlp.moe_bank.weight1.data_ptr()
+    assert layout.shards[name].role is Role.EXPERT_COLUMN
+    with pytest.raises(UsageError, match=r"mlp\.moe_bank\.weight1"):
+        read_rank(renamed, NAMES, HALF)
+    # Megatron's own names need no pattern, and shared experts are none of these.
+    assert read_rank(plain, NAMES, HALF, experts="expert")[0].shards == expected.shards
+    assert name_experts("a.shared_experts.x", "") == "a.shared_experts.x"
 
 
 def test_held_tensors_share_memory_with_the_parameters() -> None:

@@ -35,7 +35,7 @@ _RESOLVERS = {
     "add": lambda a, b: a + b,
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a / b,
-    "max": max,
+    "max": lambda *values: max(values),
 }
 """What NeMo-RL's recipes compute with."""
 _VARIABLE = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
@@ -144,9 +144,11 @@ def _interpolate(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         note = "omegaconf is not installed here, so `${…}` is read as text"
         return values, [note] if "${" in repr(values) else []
     config = omegaconf.OmegaConf
+    # The first is of omegaconf 2.4, which warns of the second.
+    register = getattr(config, "register_resolver", None) or config.register_new_resolver
     for name, function in _RESOLVERS.items():
         if not config.has_resolver(name):
-            config.register_new_resolver(name, function)
+            register(name, function)
     tree, resolved, notes = config.create(values), dict(values), []
     for key in values:
         try:
@@ -171,6 +173,7 @@ def find_problems(recipe: Mapping[str, Any]) -> list[Problem]:
     problems = [
         *_check_sync(recipe),
         *_check_reach(recipe),
+        *_check_ranks(recipe),
         *_check_trainer(recipe),
         *_check_cluster(recipe),
     ]
@@ -267,6 +270,31 @@ def _check_sync(recipe: Mapping[str, Any]) -> Iterator[Problem]:
             key = ".".join([_SYNC, *map(str, detail["loc"])])
             shown = f" (got {detail['input']!r:.60})" if detail["loc"] else ""
             yield Problem(key, f"{detail['msg']}{shown}.", "docs/nemo-rl.md lists the values.")
+
+
+def _check_ranks(recipe: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check that like ranks can read from each other, where a recipe asks for that."""
+    sync = _get(recipe, "cluster", "weight_sync")
+    mx, policy = _get(sync, "mx_config"), _get(recipe, "policy")
+    is_bound = mx.get("enabled") and mx.get("same_rank_only", True)
+    if not is_bound or sync.get("method") not in ("nixl", "mx"):
+        return
+    engine = _get(policy, "generation", "vllm_cfg").get("tensor_parallel_size") or 1
+    megatron, cluster = _get(policy, "megatron_cfg"), _get(recipe, "cluster")
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    tensor, pipeline = (megatron.get(size) or 1 for size in sizes)
+    if not sync.get("shards"):
+        fault = "rank 0 publishes everything" if engine > 1 else ""
+    elif megatron.get("enabled"):
+        is_like = tensor == engine and pipeline == 1
+        fault = "" if is_like else f"its sizes are {tensor} (tensor) and {pipeline} (pipeline)"
+    else:
+        is_alone = (cluster.get("num_nodes") or 1) * (cluster.get("gpus_per_node") or 1) == 1
+        fault = "" if is_alone else "DTensor's ranks divide every tensor among all of them"
+    if fault:
+        cause = f"Ranks of the trainer and of engines with {engine} are not alike: {fault}."
+        fix = "Set it to false if the network connects all cards, or make the sizes equal."
+        yield Problem(f"{_SYNC}.mx_config.same_rank_only", cause, fix)
 
 
 def _check_trainer(recipe: Mapping[str, Any]) -> Iterator[Problem]:

@@ -67,12 +67,16 @@ class FrontendArgs(SpecPart):
     extra_cli_args: list[str] = Field(default_factory=list)
 
 
+OWN_CATALOG = "rollway://"
+"""Before the address of a catalog of Rollway's own."""
+
+
 class MxConfig(SpecPart):
     """`cluster.weight_sync.mx_config`, under the names of NeMo-RL's ModelExpress work."""
 
     enabled: bool = False
     mx_server_url: str = "modelexpress-server:8001"
-    """The catalog: HOST:PORT, or the address of one of Rollway's."""
+    """A ModelExpress server: HOST:PORT; or rollway://HOST:PORT, a catalog of Rollway's."""
     timeout_seconds: float = Field(default=300.0, gt=0)
     same_rank_only: bool = True
     tree_scale_out: bool = True

@@ -55,8 +55,14 @@ class PublishOptions:
     fanout: bool = False
     catalog: str = ""
     """For nixl: a catalog that runs elsewhere."""
+    modelexpress: Mapping[str, str] = field(default_factory=dict)
+    """For nixl: the fields of a `Recorder`, if a ModelExpress server records the versions."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """How Megatron's ranks share parameters that Rollway does not know, by patterns of names."""
+    expert_pattern: str = ""
+    """Part of the name of the modules that have Megatron's experts, if it is another."""
+    same_rank: bool = False
+    """For nixl: an engine's rank reads from the trainer's rank of the same number alone."""
     nic_pin: str = "off"
     """For nixl: the NICs of a rank; `auto` for those of its GPU's NUMA node."""
 
@@ -169,12 +175,17 @@ class RankPublisher:
     def _list_nixl_options(self, is_shard: bool) -> dict[str, Any]:
         options = self._options
         extra: dict[str, Any] = {"keep": options.keep, "fanout": options.fanout}
+        extra["same_rank"] = options.same_rank
         if devices := _choose_nics(options.nic_pin):
             extra["net_devices"] = devices
         if is_shard:
             extra |= {"rank": self._rank, "world": self._world}
         if options.catalog:
             extra["catalog"] = options.catalog
+        if options.modelexpress:
+            from rollway.weights.transports.nixl.modelexpress import Recorder
+
+            extra["modelexpress"] = Recorder(**options.modelexpress)
         return extra
 
 
@@ -327,6 +338,7 @@ class ShardPublishing:
     model: Any
     rank: int
     rollway_roles: Mapping[str, str]
+    rollway_experts: str
     """As in `PublishOptions`."""
 
     def list_shards(self) -> Source:
@@ -371,3 +383,4 @@ class ShardPublishing:
     def _open_publisher(self, options: Mapping[str, Any], world: int) -> None:
         self._rollway = RankPublisher(PublishOptions(**options), self.rank, world)
         self.rollway_roles = options.get("roles", {})
+        self.rollway_experts = options.get("expert_pattern", "")

@@ -181,7 +181,8 @@ class StockUpdate:
     wire: StockWire
     admin: AdminAPI
     """For calls to all workers."""
-    repeatable: bool = False
+    repeatable: bool = True
+    """While the refit runs: afterwards the trainer changes its weights."""
     identity: str = field(default_factory=lambda: secrets.token_hex(16))
     gather_seconds: float = GATHER_SECONDS
     _ready: dict[int, Worker] = field(default_factory=dict)
@@ -195,7 +196,8 @@ class StockUpdate:
         self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
     ) -> Preflight:
         self._ready[worker.instance_id] = worker
-        return Preflight(verifies_itself=False)
+        # NeMo-RL's first refit sends what the engines have loaded from the checkpoint.
+        return Preflight(verifies_itself=False, may_equal=True)
 
     def is_staged_in(self, worker: Worker) -> bool:
         return False
@@ -225,6 +227,10 @@ class StockUpdate:
 
     async def discard(self, admin: AdminAPI, worker: Worker) -> None:
         """Do nothing: nothing is staged."""
+
+    def close(self) -> None:
+        """End the version: a worker that joins from now on gets the next one."""
+        self.repeatable = False
 
     def _join_round(self, worker: Worker) -> _Round:
         """Return the round of a worker: the first that comes takes all that are ready into it."""

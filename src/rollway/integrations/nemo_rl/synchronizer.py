@@ -15,6 +15,8 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +24,7 @@ from typing import Any
 from rollway.errors import RollwayError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
-from rollway.integrations.nemo_rl.config import WeightSync
+from rollway.integrations.nemo_rl.config import OWN_CATALOG, WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.publish import ENGINE, PublishOptions, Scales
 from rollway.integrations.nemo_rl.stock import StockUpdate, StockWire
@@ -37,6 +39,8 @@ _NEW_WEIGHTS = ""
 _CANCEL_SECONDS = 10.0
 """How long ranks may take to stop: one that waits for a dead one in a collective never does."""
 _BUCKET_BYTES = 1 << 30
+EXPERT_PATTERN = "NRL_MX_EXPERT_TENSOR_PATTERN"
+"""Environment variable of NeMo-RL's ModelExpress work: part of the names of experts."""
 TIMER = "prepare_for_generation/transfer_and_update_weights"
 """The name under which NeMo-RL's timers know a refit."""
 
@@ -246,11 +250,16 @@ class Synchronizer:
         known: list[Worker] = []
         with contextlib.suppress(RollwayError):  # the refit lists them again, and has patience
             known = await connection.fleet.workers(fresh=False)
-        refit = asyncio.create_task(
-            connection.stack.refit(
-                version, weights, model=connection.model, mode=dynamo.refit_mode, allow_cast=True
-            )
-        )
+
+        async def run() -> RefitReport:
+            options: dict[str, Any] = {"model": connection.model, "mode": dynamo.refit_mode}
+            try:
+                return await connection.stack.refit(version, weights, allow_cast=True, **options)
+            finally:
+                if isinstance(weights, StockUpdate):
+                    weights.close()  # at once: the fleet's watch must not send it to a joiner
+
+        refit = asyncio.create_task(run())
         silent = ""
         try:
             if (await asyncio.wait({refit}, timeout=left))[0]:
@@ -329,10 +338,24 @@ class Synchronizer:
             bucket_bytes=self._sync.bucket_bytes,
             keep=mx.retain_latest_k,
             fanout=mx.enabled and mx.tree_scale_out,
-            catalog=_make_url(mx.mx_server_url) if mx.enabled else "",
+            **self._find_catalogs(),
             roles=mx.megatron_role_overrides,
+            expert_pattern=os.environ.get(EXPERT_PATTERN, ""),
+            same_rank=mx.enabled and mx.same_rank_only,
             nic_pin=mx.nic_pin if mx.enabled else "off",
         )
+
+    def _find_catalogs(self) -> dict[str, Any]:
+        """Return where versions are announced besides the catalog of the trainer's rank 0: at one
+        of Rollway's that runs elsewhere, or at a ModelExpress server."""
+        mx, model = self._sync.mx_config, self._generation.connection.model
+        if not mx.enabled:
+            return {}
+        if mx.mx_server_url.startswith(OWN_CATALOG):
+            return {"catalog": f"http://{mx.mx_server_url.removeprefix(OWN_CATALOG)}"}
+        # Versions count from 1 in each run, and the server remembers those of earlier runs.
+        run = secrets.token_hex(8)
+        return {"modelexpress": {"server": mx.mx_server_url, "model": model, "run": run}}
 
 
 def describe_refit(report: RefitReport, nbytes: int, seconds: float) -> dict[str, float]:
@@ -346,10 +369,6 @@ def describe_refit(report: RefitReport, nbytes: int, seconds: float) -> dict[str
         "passes": float(report.passes),
         "version": float(report.version),
     }
-
-
-def _make_url(place: str) -> str:
-    return place if "://" in place else f"http://{place}"
 
 
 def _get_from_ray(refs: list[Any], deadline: float | None) -> list[Any]:

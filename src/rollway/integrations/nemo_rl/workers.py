@@ -47,7 +47,9 @@ class MegatronShardPublishing(ShardPublishing):
         names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
         roles = make_overrides(self.rollway_roles)
         # NeMo-RL attaches the draft model to the policy, so that one optimizer has both.
-        held = from_megatron(self.model, names, roles=roles, skipped="draft_model")
+        held = from_megatron(
+            self.model, names, roles=roles, skipped="draft_model", experts=self.rollway_experts
+        )
         return [*held, *self._list_draft()]
 
     def _list_draft(self) -> list[Any]:

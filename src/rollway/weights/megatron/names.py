@@ -138,6 +138,15 @@ def plain_name(name: str) -> str:
     return name
 
 
+def name_experts(name: str, pattern: str) -> str:
+    """Return a parameter's name with Megatron's own name of the module that has the experts, if
+    the model calls it otherwise: the part of the path in which `pattern` occurs."""
+    if not pattern or ".experts." in name:
+        return name
+    part = rf"(?<=\.)[^.]*{re.escape(pattern)}[^.]*(?=\.)"
+    return re.sub(part, "experts", name, count=1)
+
+
 @dataclass(frozen=True)
 class BridgeRegistry:
     """The names of `megatron.bridge`, which knows more families than our tables.

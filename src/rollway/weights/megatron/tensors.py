@@ -24,7 +24,14 @@ from rollway.weights.digest.checksums import dtype_name
 from rollway.weights.layout import Placed, Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 from rollway.weights.megatron.model import MegatronModel, Part, RankLayout
-from rollway.weights.megatron.names import NameMap, Parameter, RoleOverrides, classify, plain_name
+from rollway.weights.megatron.names import (
+    NameMap,
+    Parameter,
+    RoleOverrides,
+    classify,
+    name_experts,
+    plain_name,
+)
 from rollway.weights.megatron.pieces import cuts, hf_shapes, is_legacy, local_view, pieces, place
 from rollway.weights.sources import HeldTensor
 
@@ -49,6 +56,7 @@ def from_megatron(
     *,
     roles: RoleOverrides | None = None,
     skipped: str = "",
+    experts: str = "",
 ) -> list[HeldTensor]:
     """Return what this rank holds of a Megatron-Core model, under Hugging Face names.
 
@@ -59,6 +67,7 @@ def from_megatron(
             state.
         roles: how to read parameters that Rollway does not know.
         skipped: a module of the model that is no part of the policy, for example a draft model.
+        experts: part of the name of the modules that have the experts, if it is not Megatron's.
 
     Returns:
         The tensors for `Publisher.publish`.
@@ -70,7 +79,9 @@ def from_megatron(
         names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
         offer = weights.publish(step, rollway.from_megatron(model, names))
     """
-    layout, tensors = read_rank(model, names, position, roles=roles, skipped=skipped)
+    layout, tensors = read_rank(
+        model, names, position, roles=roles, skipped=skipped, experts=experts
+    )
     return [
         HeldTensor(
             shard,
@@ -89,6 +100,7 @@ def read_rank(
     *,
     roles: RoleOverrides | None = None,
     skipped: str = "",
+    experts: str = "",
 ) -> tuple[RankLayout, dict[str, torch.Tensor]]:
     """Return this rank's layout, for a sidecar, and its local tensors by name.
 
@@ -101,6 +113,7 @@ def read_rank(
         for name, module, tensor in _list_tensors(chunk):
             if skipped and name.startswith(f"{skipped}."):
                 continue
+            name = name_experts(name, experts)
             counterparts = names.hf_names(name, position)
             if not counterparts:
                 continue

@@ -162,6 +162,8 @@ class Reader(ABC):
 
     can_restrict: bool = False
     """Whether `restrict` can do anything; computing the slices takes time."""
+    rank: int = 0
+    """The worker's rank in its engine, for fabrics that connect like ranks alone."""
 
     @abstractmethod
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:

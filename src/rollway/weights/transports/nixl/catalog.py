@@ -16,8 +16,6 @@ The catalog does not interpret the `body` of a listing, which says how to read t
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import threading
 import time
 from collections import Counter
@@ -31,7 +29,6 @@ from rollway.weights.offer import Count
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 MAX_RANKS = 1 << 16
-MODELEXPRESS = "0.7.0"
 _MAX_VERSIONS = 64
 _MAX_BYTES = 2 << 30
 _MAX_MEMBERS = 1 << 16
@@ -253,113 +250,3 @@ def wait_for(
                 ) from error
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
-
-
-class ModelExpressCatalog:
-    """Versions of one model on a ModelExpress server, with the listings in another catalog.
-
-    A ModelExpress server records versions and their states (STAGING, READY, RELEASING), which
-    systems other than Rollway can follow. It cannot store our listings: its shard manifests are
-    served by its own trainer client. A version can be found only while ModelExpress calls it READY.
-
-    Versions 0.5 and 0.7 cannot read each other's messages, so client and server must both be
-    exactly 0.7.0. The server is a container image and is not on PyPI: these calls are tested
-    against a stand-in with the client's signatures, and have not run against a server."""
-
-    def __init__(
-        self, listings: Catalog, server: str, model: str, *, server_version: str = MODELEXPRESS
-    ) -> None:
-        if not model:
-            raise UsageError("ModelExpress stores versions by model.", "Pass the model's name.")
-        self._package = _import_modelexpress(server_version)
-        self._listings = listings
-        self._server, self._model = server, model
-        self._first: set[tuple[int, str]] = set()
-        """Versions and sources that this process announced as the trainer's rank 0."""
-        self._control = self._package.ModelExpressControlClient.connect(server_url=server)
-
-    def announce(self, listing: Listing) -> None:
-        if listing.role == "receiver":
-            self._listings.announce(listing)
-            return
-        version, uid = listing.version, self._uid(listing.version)
-        # Every rank calls it: the key makes all calls but the first repetitions.
-        self._call(
-            "create_weight_version",
-            model_name=self._model,
-            idempotency_key=uid,
-            uid=uid,
-            payload_format=self._package.WeightPayloadFormat.FULL_TENSOR,
-        )
-        if listing.rank == 0:
-            self._first.add((version, listing.source))
-        self._listings.announce(listing)
-        try:
-            self._listings.look_up(version, listing.source)
-        except NotYet:
-            return
-        self._call("update_weight_version_state", uid, self._package.WeightVersionState.READY)
-
-    def withdraw(self, version: int, source: str) -> None:
-        self._listings.withdraw(version, source)
-        if (version, source) in self._first:
-            self._first.discard((version, source))
-            self._call("delete_weight_version", self._uid(version))
-
-    def look_up(
-        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
-    ) -> list[Listing]:
-        state = self._call("get_weight_version", self._uid(version)).state
-        states = self._package.WeightVersionState
-        if state == states.STAGING:
-            raise NotYet(f"ModelExpress has version {version}, but it is not ready.")
-        if state != states.READY:
-            raise WeightsError(
-                f"ModelExpress is releasing version {version}.", "Use a newer version."
-            )
-        return self._listings.look_up(version, member, without, fanout=fanout)
-
-    def acknowledge(self, version: int, member: str) -> None:
-        self._listings.acknowledge(version, member)
-
-    def list_receivers(self, version: int) -> list[str]:
-        return self._listings.list_receivers(version)
-
-    def leave(self, member: str) -> None:
-        self._listings.leave(member)
-
-    def where(self) -> dict[str, Any]:
-        return {**self._listings.where(), "modelexpress": self._server, "model": self._model}
-
-    def close(self) -> None:
-        self._control.close()
-
-    def _uid(self, version: int) -> str:
-        return f"{self._model}-v{version}"
-
-    def _call(self, name: str, *args: Any, **named: Any) -> Any:
-        try:
-            return getattr(self._control, name)(*args, **named)
-        except Exception as error:  # gRPC's errors, whose package is not a dependency
-            raise WeightsError(
-                f"ModelExpress at {self._server} refused {name}: {error}.",
-                f"Check that its server runs, and is version {MODELEXPRESS}.",
-            ) from error
-
-
-def _import_modelexpress(server_version: str) -> Any:
-    """Import ModelExpress's RL client; raise unless it can talk to this server."""
-    try:
-        installed = importlib.metadata.version("modelexpress")
-        package = importlib.import_module("modelexpress_rl")
-    except ImportError as error:
-        raise UsageError(
-            "ModelExpress's client is not installed.", f"pip install modelexpress=={MODELEXPRESS}"
-        ) from error
-    if not installed == server_version == MODELEXPRESS:
-        raise UsageError(
-            f"ModelExpress's client is {installed} and its server {server_version}; Rollway "
-            f"needs {MODELEXPRESS} at both ends.",
-            "Its versions cannot read each other's messages: install the same.",
-        )
-    return package

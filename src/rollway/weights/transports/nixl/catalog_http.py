@@ -30,10 +30,10 @@ from rollway.weights.transports.nixl.catalog import (
     Catalog,
     Listing,
     MemoryCatalog,
-    ModelExpressCatalog,
     Name,
     NotYet,
 )
+from rollway.weights.transports.nixl.modelexpress import ModelExpressCatalog
 
 LOOPBACK = "127.0.0.1"
 MAX_REQUEST = 64 << 20
@@ -319,4 +319,5 @@ def open_catalog(where: dict[str, Any], *, secret: str | None = None) -> Catalog
     listings = HttpCatalog(url, secret=secret)
     if "modelexpress" not in where:
         return listings
-    return ModelExpressCatalog(listings, str(where["modelexpress"]), str(where.get("model", "")))
+    server, model, run = (str(where.get(key, "")) for key in ("modelexpress", "model", "run"))
+    return ModelExpressCatalog(listings, server, model, run)

@@ -40,13 +40,15 @@ from rollway.weights.layout import (
 )
 from rollway.weights.offer import Count, Dims, Text
 from rollway.weights.planning.sources import Place, Source, source_from_pieces
-from rollway.weights.planning.targets import LocalTensor, TensorInfo, cells
+from rollway.weights.planning.targets import LocalTensor, Target, TensorInfo, cells
 from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Memory, find_memory_kind
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.untrusted import check_shape
 
 FANOUT = "fanout"
 """The key of an offer that asks receivers to serve peers."""
+SAME_RANK = "same_rank"
+"""The key of an offer whose receivers read from sources of their own rank alone."""
 DIGEST_BYTES = 16
 _Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
@@ -87,6 +89,8 @@ class SourceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One for each tensor of the layout."""
     digests: bytes
     """One for each piece of the layout."""
+    rank: Count = 0
+    """The source's rank in its trainer or engine: the network card that reads go through."""
 
 
 def write_layout(tensors: Mapping[str, LocalTensor], pieces: Sequence[Piece]) -> bytes:
@@ -174,6 +178,13 @@ class SourceGroup:
     """Sources that together hold all of a version."""
 
     sources: list[ListedSource]
+    rank: int | None = None
+    """Where like rank reads from like rank: the reader's rank."""
+
+    @cached_property
+    def readable(self) -> list[ListedSource]:
+        """The sources that may be read."""
+        return [s for s in self.sources if self.rank is None or s.memory.rank == self.rank]
 
     @property
     def names(self) -> list[str]:
@@ -182,7 +193,7 @@ class SourceGroup:
     @cached_property
     def key(self) -> str:
         """A key for plans: equal for the same sources with the same layouts in any version."""
-        hasher = hashlib.sha256()
+        hasher = hashlib.sha256(f"{self.rank} ".encode())
         for source in self.sources:
             layout = source.memory.layout
             hasher.update(f"{source.name} {source.memory.node} {len(layout)} ".encode() + layout)
@@ -234,9 +245,39 @@ class SourceGroup:
     def nbytes(self) -> int:
         return sum(map(count_bytes, self.headers.values()))
 
+    def check_reach(self, wants: Mapping[str, Sequence[Target]]) -> None:
+        """Raise if what is wanted is not all at sources that may be read."""
+        if self.rank is None:
+            return
+        held: dict[str, list[Box]] = {}
+        for source in self.readable:
+            for piece in source.layout.pieces:
+                held.setdefault(piece.name, []).append(piece.box)
+        for name, targets in wants.items():
+            for box in [part.box for each in targets for part in each.parts if part is not None]:
+                common = (box.intersect(other) for other in set(held.get(name, ())))
+                if sum(part.elements for part in common if part is not None) < box.elements:
+                    raise self._describe_reach(name, box)
 
-def read_group(listings: Iterable[Listing]) -> SourceGroup:
-    """Decode the listings of sources that together hold a version."""
+    def _describe_reach(self, name: str, box: Box) -> WeightsError:
+        holders = {
+            source.memory.rank
+            for source in self.sources
+            for piece in source.layout.pieces
+            if piece.name == name and piece.box.intersect(box)
+        }
+        ranks = ", ".join(map(str, sorted(holders - {self.rank})))
+        return WeightsError(
+            f"Rank {self.rank} of the engine would read {name} through the network card of another "
+            f"rank of the trainer ({ranks}), and only like ranks may read from each other.",
+            "Give the engine the trainer's tensor parallelism, or set `same_rank_only` to false if "
+            "the network connects all cards.",
+        )
+
+
+def read_group(listings: Iterable[Listing], rank: int | None = None) -> SourceGroup:
+    """Decode the listings of sources that together hold a version, for a reader of this rank if
+    like rank reads from like rank."""
     sources = []
     for listing in listings:
         try:
@@ -249,7 +290,7 @@ def read_group(listings: Iterable[Listing]) -> SourceGroup:
         if len(memory.digests) != DIGEST_BYTES * len(layout.pieces):
             raise WeightsError(f"{listing.source} lacks digests of its pieces.")
         sources.append(ListedSource(listing.source, memory, layout))
-    return SourceGroup(sources)
+    return SourceGroup(sources, rank)
 
 
 def write_listing(
@@ -259,6 +300,7 @@ def write_listing(
     addresses: list[int],
     pieces: Sequence[Piece],
     digests: Iterable[bytes],
+    rank: int = 0,
 ) -> bytes:
     """Return the body of a listing of tensors that are registered with this process's agent."""
     memory, index = find_memory_kind(device)
@@ -272,6 +314,7 @@ def write_listing(
             layout=write_layout(tensors, pieces),
             addresses=addresses,
             digests=b"".join(digests),
+            rank=rank,
         )
     )
 

@@ -26,11 +26,13 @@ from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
+    SAME_RANK,
     read_group,
     slice_piece,
     split_for_ranks,
     write_listing,
 )
+from rollway.weights.transports.nixl.modelexpress import Recorder
 from rollway.weights.transports.nixl.windows import ALIGNED
 
 
@@ -56,12 +58,16 @@ class NixlPublisher(Publisher):
         progress: bool = False,
         engine_ranks: int = 1,
         fanout: bool = False,
+        modelexpress: Recorder | None = None,
+        same_rank: bool = False,
     ) -> None:
         """Open the agent, and the catalog unless there is one.
 
         `engine_ranks` is the tensor parallelism of the engines, or a multiple of it: tensors are
         split so that each engine rank can receive only its part. With `fanout`, a worker that has
-        received a version keeps it and serves it to others."""
+        received a version keeps it and serves it to others. `modelexpress` records versions on a
+        ModelExpress server, too. With `same_rank`, a rank of an engine reads from the trainer's
+        rank of the same number alone, so each publishes its replicas, too."""
         if keep < 1:
             raise UsageError(f"At least one version must be kept, not {keep}.")
         if not 0 <= rank < world:
@@ -73,7 +79,7 @@ class NixlPublisher(Publisher):
                 f"Rank {rank} needs the catalog of rank 0.", "Pass its address: catalog=url."
             )
         self.rank, self.world = rank, world
-        self._engine_ranks, self._fanout = engine_ranks, fanout
+        self._engine_ranks, self._fanout, self._same_rank = engine_ranks, fanout, same_rank
         # Between machines, only the network can report that the other end died.
         is_local = host == LOOPBACK if catalog is None else _is_local(catalog)
         mode = error_handling or ("none" if is_local else "peer")
@@ -84,7 +90,7 @@ class NixlPublisher(Publisher):
             catalog = HttpCatalog(catalog, secret=secret)
         elif catalog is None:
             catalog = self._server = CatalogServer(host, port, secret=secret)
-        self.catalog: Catalog = catalog
+        self.catalog: Catalog = catalog if modelexpress is None else modelexpress.wrap(catalog)
         self._pools = [Pool(self._agent) for _ in range(keep)]
         self._adopted: tuple[Pool, dict[str, Tensor]] | None = None
         self._newest: int | None = None
@@ -105,7 +111,11 @@ class NixlPublisher(Publisher):
         check_next(version, self._newest)
         adopted = self._adopted if tensors is None else None
         source = adopted[1].items() if adopted else tensors
-        named, pieces, headers = _read_source(() if source is None else source)
+        # A rank beyond those of an engine has no reader of its own number.
+        with_replicas = self._same_rank and self.rank < self._engine_ranks
+        named, pieces, headers = _read_source(
+            () if source is None else source, with_replicas=with_replicas
+        )
         if source is None or (self.world == 1 and not named):
             raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
         named, pieces = split_for_ranks(
@@ -126,6 +136,8 @@ class NixlPublisher(Publisher):
         where = self.catalog.where()
         if self._fanout:
             where[FANOUT] = True
+        if self._same_rank:
+            where[SAME_RANK] = True
         return Offer("nixl", version, group.identity, group.nbytes, where)
 
     def adopt(self, tensors: Iterable[NamedTensor]) -> None:
@@ -158,11 +170,11 @@ class NixlPublisher(Publisher):
             return
         self._closed = True
         self._agent.stop_listening()
-        if self._server is None:
+        if self.catalog is not self._server:
             # A catalog that has ended lists nothing any more, and the memory must be released.
             with contextlib.suppress(WeightsError):
                 self.catalog.leave(self.name)
-        else:
+        if self._server is not None:
             self._server.close()
         for pool in self._pools:
             pool.release()
@@ -176,9 +188,8 @@ class NixlPublisher(Publisher):
             torch.cuda.synchronize(device)  # readers do not wait for this process's streams
         addresses = [view.data_ptr() for view in views.values()]
         digests = (digest(slice_piece(views[piece.source], piece)) for piece in pieces)
-        return write_listing(
-            self._agent, device, tensors, addresses, pieces, map(bytes.fromhex, digests)
-        )
+        sums = map(bytes.fromhex, digests)
+        return write_listing(self._agent, device, tensors, addresses, pieces, sums, self.rank)
 
     def _withdraw(self, pool: Pool) -> None:
         if pool.version >= 0:
@@ -199,9 +210,10 @@ def _copy_to_pool(pool: Pool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read_source(
-    source: Source,
+    source: Source, *, with_replicas: bool = False
 ) -> tuple[dict[str, Tensor], list[Piece], dict[str, TensorInfo]]:
-    """Return tensors, their pieces, and the whole tensors' headers, as far as those are known."""
+    """Return tensors, their pieces, and the whole tensors' headers, as far as those are known; of
+    tensors that other ranks publish nothing, unless `with_replicas`."""
     tensors: dict[str, Tensor] = {}
     pieces: list[Piece] = []
     headers: dict[str, TensorInfo] = {}
@@ -211,7 +223,7 @@ def _read_source(
             headers[name] = header = _describe_tensor(tensor)
             box = Box.whole(header.shape)
             pieces.append(Piece(name, box, name, (0,) * len(header.shape)))
-        elif item.owned_here:
+        elif item.owned_here or with_replicas:
             name, tensor = item.shard.name, item.tensor
             pieces += item.pieces
             # Only a shard with the name of its Hugging Face tensor knows that tensor's shape.

@@ -39,7 +39,13 @@ from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.nixl.agent import Agent, TimedOut, make_unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
 from rollway.weights.transports.nixl.catalog_http import open_catalog
-from rollway.weights.transports.nixl.listing import FANOUT, SourceGroup, read_group, this_node
+from rollway.weights.transports.nixl.listing import (
+    FANOUT,
+    SAME_RANK,
+    SourceGroup,
+    read_group,
+    this_node,
+)
 from rollway.weights.transports.nixl.windows import (
     Connections,
     Windows,
@@ -133,7 +139,7 @@ class NixlReader(Reader):
         # Announce first: after the acknowledgement alone, the catalog would consider the trainer
         # free and send the next receiver to it.
         if self._serves_peers:
-            body = self.connections.describe(self.windows(group), group)
+            body = self.connections.describe(self.windows(group), group, self.rank)
             catalog.announce(Listing(offer.version, self.name, 0, 1, "receiver", body))
             self._serving = catalog, offer.version
         self.connections.acknowledge(group, offer.version)
@@ -187,7 +193,8 @@ class NixlReader(Reader):
         if listings is None:
             # No wait: all ranks announce a version before it is offered.
             listings = catalog.look_up(offer.version, self.name, without)
-        group = read_group(listings)
+        rank = self.rank if offer.where.get(SAME_RANK) else None
+        group = read_group(listings, rank)
         if group.identity != offer.identity:
             raise WeightsError(
                 f"The weights published as version {offer.version} are not what was offered.",
@@ -247,7 +254,8 @@ class NixlReader(Reader):
             wants = hf_slices(group.headers, self._slices.boxes)
             # The planner does not know tensors without elements; windows have them as targets.
             to_plan = {n: want for n, want in wants.items() if 0 not in group.headers[n].shape}
-            sources = [source.for_planner() for source in group.sources]
+            group.check_reach(to_plan)
+            sources = [source.for_planner() for source in group.readable]
             receiver = Receiver(self.name, Place(this_node()))
             windows = make_windows(
                 plan(sources, [receiver], to_plan, _COSTS),

@@ -261,7 +261,7 @@ class Connections:
         """Reads by window, for each set of sources and addresses: pools of sources alternate."""
 
     def connect(self, group: SourceGroup) -> None:
-        for source in group.sources:
+        for source in group.readable:
             entry = self._peers.get(source.name)
             if entry is not None and entry[0] == source.memory.agent:
                 continue
@@ -294,7 +294,7 @@ class Connections:
             reads = [
                 [
                     self._prepare_read(source, window, buffers[number % len(buffers)])
-                    for source in group.sources
+                    for source in group.readable
                     if source.name in window.reads
                 ]
                 for number, window in enumerate(windows.windows)
@@ -316,16 +316,16 @@ class Connections:
 
     def acknowledge(self, group: SourceGroup, version: int) -> None:
         """Notify sources that this receiver has a version, as far as they still listen."""
-        for name in group.names:
+        for source in group.readable:
             with suppress(WeightsError):
-                self.agent.notify(self._peers[name][1], f"rollway has {version}".encode())
+                self.agent.notify(self._peers[source.name][1], f"rollway has {version}".encode())
         # Notifications leave this process only while it polls. The catalog has the receipt; they
         # matter because without one, reads from a stopped trainer (`peer`, one machine) still
         # succeeded for a while, so a trainer that hangs was noticed later.
         with suppress(WeightsError):
             self.agent.poll()
 
-    def describe(self, windows: Windows, group: SourceGroup) -> bytes:
+    def describe(self, windows: Windows, group: SourceGroup, rank: int = 0) -> bytes:
         """Return the body of a listing of the received version, for peers to read."""
         buffer = self._pools[0].memory
         assert buffer is not None
@@ -334,7 +334,8 @@ class Connections:
         addresses = [buffer.data_ptr() + target.offset for target in targets]
         pieces = [Piece(name, box, name, box.start) for name, box in group.digests]
         digests = group.digests.values()
-        return write_listing(self.agent, buffer.device, tensors, addresses, pieces, digests)
+        device = buffer.device
+        return write_listing(self.agent, device, tensors, addresses, pieces, digests, rank)
 
     def forget(self, group: SourceGroup) -> None:
         """Disconnect sources after a failure, so that the next attempt connects again."""

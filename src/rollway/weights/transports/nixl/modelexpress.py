@@ -1,0 +1,281 @@
+"""Record versions on a ModelExpress server, which systems other than Rollway can follow.
+
+    trainer ranks                          ModelExpress server          receivers
+    CreateWeightVersion    ─────────────►  STAGING
+    announce in Rollway's catalog
+    the last rank:
+    UpdateWeightVersionState ───────────►  READY     ◄────────────────  GetWeightVersion
+                                                                        look up in Rollway's catalog
+    DeleteWeightVersion    ─────────────►  RELEASING
+
+A server records versions and their states. It cannot store our listings, because its shard
+manifests are served by its own trainer client; so they are in a catalog of Rollway's. A version can
+be found only while the server calls it READY.
+
+The messages are those of ModelExpress 0.7.0 (`model_express.refit`). They are encoded here: its
+client brings two dozen packages and a protobuf that engines do not have. Versions 0.5 and 0.7 have
+other numbers for the same fields, so the server must be 0.7. It is a container image and on no
+package index: this was tested against a stand-in that speaks gRPC and against the messages of
+0.7.0's client, and has not run against a server.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from rollway.errors import UsageError, WeightsError
+from rollway.weights.transports.nixl.catalog import Catalog, Listing, NotYet
+
+MODELEXPRESS = "0.7.0"
+SERVICE = "model_express.refit.RefitService"
+SECONDS = 15.0
+"""How long a call may take, also to a server that restarts."""
+_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1000))
+_TOKEN_PATH = "MX_AUTH_TOKEN_PATH"
+_DEFAULT_TOKEN_PATH = "/var/run/secrets/tokens/modelexpress"
+"""Where ModelExpress's own clients look for a token, if the server wants one."""
+_FULL_TENSOR = 1
+_VARINT, _BYTES = 0, 2
+"""Types of fields in protobuf's encoding."""
+_FIXED = {1: 8, 5: 4}
+
+Field = str | int | Sequence[str]
+
+
+class State(IntEnum):
+    """The state of a version on the server."""
+
+    STAGING = 1
+    READY = 2
+    RELEASING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Where the versions of a run are recorded; it travels to a trainer's ranks."""
+
+    server: str
+    model: str
+    run: str
+    """Tells the versions of this run from those of others, which count from 1, too."""
+
+    def wrap(self, listings: Catalog) -> ModelExpressCatalog:
+        return ModelExpressCatalog(listings, self.server, self.model, self.run)
+
+
+class ModelExpressCatalog:
+    """Versions of one run on a ModelExpress server, with the listings in another catalog."""
+
+    def __init__(self, listings: Catalog, server: str, model: str, run: str = "") -> None:
+        if not model:
+            raise UsageError("ModelExpress stores versions by model.", "Pass the model's name.")
+        self._listings = listings
+        self._server, self._model, self._run = server, model, run
+        self._first: set[tuple[int, str]] = set()
+        """Versions and sources that this process announced as the trainer's rank 0."""
+        self._client = RefitClient(server)
+
+    def announce(self, listing: Listing) -> None:
+        if listing.role == "receiver":
+            self._listings.announce(listing)
+            return
+        version, uid = listing.version, self._uid(listing.version)
+        # Every rank calls it: the key makes all calls but the first repetitions.
+        self._client.create(self._model, uid, [f"rank-{rank}" for rank in range(listing.world)])
+        if listing.rank == 0:
+            self._first.add((version, listing.source))
+        self._listings.announce(listing)
+        try:
+            self._listings.look_up(version, listing.source)
+        except NotYet:
+            return
+        self._client.update_state(uid, State.READY)
+
+    def withdraw(self, version: int, source: str) -> None:
+        self._listings.withdraw(version, source)
+        if (version, source) in self._first:
+            self._release(version, source)
+
+    def look_up(
+        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+    ) -> list[Listing]:
+        state = self._client.get_state(self._uid(version))
+        if state == State.STAGING:
+            raise NotYet(f"ModelExpress has version {version}, but it is not ready.")
+        if state != State.READY:
+            raise WeightsError(
+                f"ModelExpress is releasing version {version}.", "Use a newer version."
+            )
+        return self._listings.look_up(version, member, without, fanout=fanout)
+
+    def acknowledge(self, version: int, member: str) -> None:
+        self._listings.acknowledge(version, member)
+
+    def list_receivers(self, version: int) -> list[str]:
+        return self._listings.list_receivers(version)
+
+    def leave(self, member: str) -> None:
+        """Forget a member; the versions of a trainer's rank 0 are released on the server."""
+        for version, source in sorted(self._first):
+            if source == member:
+                self._release(version, source)
+        self._listings.leave(member)
+
+    def where(self) -> dict[str, Any]:
+        fields = {"modelexpress": self._server, "model": self._model, "run": self._run}
+        return {**self._listings.where(), **fields}
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _release(self, version: int, source: str) -> None:
+        self._first.discard((version, source))
+        with suppress(WeightsError):  # nobody finds it any more, whatever the server says
+            self._client.delete(self._uid(version))
+
+    def _uid(self, version: int) -> str:
+        return f"{self._model}{self._run and f'-{self._run}'}-v{version}"
+
+
+class RefitClient:
+    """The calls of ModelExpress's RefitService that an orchestrator makes."""
+
+    def __init__(self, server: str) -> None:
+        """Connect at the first call. `server` is HOST:PORT, with http:// before it or without."""
+        try:
+            import grpc
+        except ImportError as error:
+            raise UsageError(
+                "A ModelExpress server speaks gRPC, and Python has no gRPC here.",
+                "pip install grpcio",
+            ) from error
+        self._server = server.removeprefix("http://").removeprefix("grpc://").rstrip("/")
+        host, _, port = self._server.rpartition(":")
+        if not host or not port.isdigit():
+            raise UsageError(
+                f"`{server}` is not the address of a ModelExpress server.", "Use HOST:PORT."
+            )
+        self._error: type[Exception] = grpc.RpcError
+        self._channel = grpc.insecure_channel(self._server, _OPTIONS)
+
+    def create(self, model: str, uid: str, slots: Sequence[str]) -> State:
+        """Create a version, if it does not exist; `slots` are the ranks that have parts of it."""
+        fields: dict[int, Field] = {
+            1: model, 2: uid, 3: _FULL_TENSOR, 5: slots, 7: State.STAGING, 8: uid
+        }  # fmt: skip
+        return self._call("CreateWeightVersion", fields)
+
+    def get_state(self, uid: str) -> State:
+        return self._call("GetWeightVersion", {1: uid})
+
+    def update_state(self, uid: str, state: State) -> State:
+        return self._call("UpdateWeightVersionState", {1: uid, 2: state})
+
+    def delete(self, uid: str) -> State:
+        """Release a version."""
+        return self._call("DeleteWeightVersion", {1: uid})
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _call(self, name: str, fields: Mapping[int, Field]) -> State:
+        """Make a call; every answer has the version in its first field."""
+        send = self._channel.unary_unary(f"/{SERVICE}/{name}")
+        try:
+            answer = send(
+                encode(fields), timeout=SECONDS, wait_for_ready=True, metadata=_read_token()
+            )
+            version = dict(decode(dict(decode(answer))[1]))
+            return State(int(version[8]))
+        except self._error as error:
+            status, cause = error.code().name, error.details()  # type: ignore[attr-defined]
+            raise WeightsError(
+                f"ModelExpress at {self._server} failed in {name}: {cause} ({status}).",
+                f"Check that its server runs there, and is version {MODELEXPRESS}.",
+            ) from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise WeightsError(
+                f"ModelExpress at {self._server} answered {name} without a version: {error}.",
+                f"Its versions cannot read each other's messages: run {MODELEXPRESS}.",
+            ) from error
+
+
+def _read_token() -> list[tuple[str, str]]:
+    """Return the header of a Kubernetes token for the server, if this pod has one."""
+    path = Path(os.environ.get(_TOKEN_PATH) or _DEFAULT_TOKEN_PATH)
+    try:
+        token = path.read_text().strip()
+    except OSError:
+        return []
+    return [("authorization", f"Bearer {token}")] if token else []
+
+
+# --- protobuf, as far as these messages need it ---------------------------------------------------
+
+
+def encode(fields: Mapping[int, Field]) -> bytes:
+    """Encode the fields of a message, by their numbers: texts, numbers and lists of texts."""
+    message = bytearray()
+    for number, value in fields.items():
+        if isinstance(value, int):
+            message += _encode_varint(number << 3 | _VARINT) + _encode_varint(value)
+            continue
+        for text in (value,) if isinstance(value, str) else value:
+            raw = text.encode()
+            message += _encode_varint(number << 3 | _BYTES) + _encode_varint(len(raw)) + raw
+    return bytes(message)
+
+
+def decode(message: Any) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the fields of a message: numbers, and texts and messages as bytes.
+
+    Raises:
+        ValueError: this is no message.
+    """
+    if not isinstance(message, bytes):
+        raise ValueError("a field is no message")
+    data = io.BytesIO(message)
+    while data.tell() < len(message):
+        key = _read_varint(data)
+        number, kind = key >> 3, key & 7
+        if kind == _VARINT:
+            yield number, _read_varint(data)
+        elif kind == _BYTES:
+            yield number, _read(data, _read_varint(data))
+        elif kind in _FIXED:
+            yield number, _read(data, _FIXED[kind])
+        else:
+            raise ValueError(f"a field has the type {kind}")
+
+
+def _encode_varint(value: int) -> bytes:
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
+def _read_varint(data: io.BytesIO) -> int:
+    value = 0
+    for shift in range(0, 64, 7):
+        byte = _read(data, 1)[0]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value
+    raise ValueError("a number has more than 64 bits")
+
+
+def _read(data: io.BytesIO, count: int) -> bytes:
+    raw = data.read(count)
+    if len(raw) < count:
+        raise ValueError("a message ends within a field")
+    return raw
