@@ -12,12 +12,9 @@ command; this one makes them itself and ignores images and commands.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rollway.errors import Conflict, RollwayError
 from rollway.kubernetes.address import COMPONENT_LABEL, TYPE_LABEL
@@ -29,12 +26,11 @@ from rollway.kubernetes.names import (
     name_dynamo_namespace,
     name_service,
 )
-from rollway.kubernetes.watches import Follower, Selection
 from tests.kubernetes.graphs import Backing, LightGraph, StubGraph
-from tests.kubernetes.node import STAND_IN, TestNode, make_reference, now
+from tests.kubernetes.loop import OperatorLoop
+from tests.kubernetes.node import make_reference, now
 
 FINALIZER = "nvidia.com/dynamo-finalizer"
-TICK_SECONDS = 0.1
 
 
 @dataclass
@@ -89,58 +85,32 @@ class DynamoOperator:
     def __init__(self, cluster: Cluster, folder: Path, model: Path | None = None) -> None:
         # With connections and counts of its own: tests count the requests of the product.
         self.cluster = cluster
+        self.usual = Faults()
+        """The faults of graphs that have none of their own."""
         self.faults: dict[str, Faults] = {}
         self.graphs: dict[str, Graph] = {}
         self._folder = folder
         self._model = model
-        self._node = TestNode(cluster, folder / "node")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.errors: list[Exception] = []
+        takers = {DGD: self._take_graph, POD: self._take_pod, SCALING_ADAPTER: self._take_adapter}
+        self._loop = OperatorLoop(cluster, folder, takers, self._reconcile_all)
+        self._node = self._loop.node
 
     def __enter__(self) -> DynamoOperator:
-        self._node.__enter__()
-        self._thread.start()
+        self._loop.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._loop.stop(self._close)
+
+    def _close(self) -> None:
         for graph in self.graphs.values():
             graph.backing.close()
-        self._node.__exit__()
-        assert not self.errors, self.errors
 
     def get_faults(self, name: str) -> Faults:
         """Return the faults of a graph, to be changed; also before the graph exists."""
-        return self.faults.setdefault(name, Faults())
+        return self.faults.setdefault(name, replace(self.usual))
 
-    # --- the loop -----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        labels = ",".join(f"{key}={value}" for key, value in STAND_IN.items())
-        selections = [Selection(DGD), Selection(POD, labels), Selection(SCALING_ADAPTER)]
-        takers: dict[Any, Callable[[str, Object], None]] = {
-            DGD: self._take_graph,
-            POD: self._take_pod,
-            SCALING_ADAPTER: self._take_adapter,
-        }
-        while not self._stop.is_set():
-            try:
-                with Follower(self.cluster, selections) as follower:
-                    while not self._stop.is_set():
-                        item = follower.take(TICK_SECONDS)
-                        while item is not None:
-                            selection, change = item
-                            takers[selection.kind](change.type, change.object)
-                            item = follower.take(0.0)
-                        for graph in list(self.graphs.values()):
-                            self._reconcile(graph)
-            except RollwayError:  # an API server that was killed, an object that is gone
-                self._stop.wait(1.0)
-            except Exception as error:  # noqa: BLE001 - the test shows it at its end
-                self.errors.append(error)
-                return
+    # --- changes ------------------------------------------------------------------------------
 
     def _take_graph(self, word: str, live: Object) -> None:
         name = live["metadata"]["name"]
@@ -195,6 +165,10 @@ class DynamoOperator:
             self.cluster.patch(SCALING_ADAPTER, name, {"status": status}, subresource="status")
 
     # --- one graph ----------------------------------------------------------------------------
+
+    def _reconcile_all(self) -> None:
+        for graph in list(self.graphs.values()):
+            self._reconcile(graph)
 
     def _reconcile(self, graph: Graph) -> None:
         meta = graph.live["metadata"]

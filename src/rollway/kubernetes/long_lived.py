@@ -18,6 +18,7 @@ from typing import Any
 
 from rollway.errors import ClusterError, RunExists, UsageError
 from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.drift import find_drift
 from rollway.kubernetes.driver import (
     JOB_ENDED,
     Dashboard,
@@ -74,7 +75,7 @@ class ClusterRun:
         body = run.manifests.clusters[TRAINING]
         run.report(f"create RayCluster {body['metadata']['name']}")
         live, existed = run.create_or_take_up(RAYCLUSTER, body)
-        if existed and (drift := self._cluster.diff_fields(RAYCLUSTER, body)):
+        if existed and (drift := find_drift(self._cluster, RAYCLUSTER, body)):
             raise RunExists(
                 f"RayCluster {body['metadata']['name']} exists with other fields: "
                 f"{', '.join(field.path for field in drift)}.",

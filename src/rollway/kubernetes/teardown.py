@@ -24,9 +24,10 @@ from rollway.kubernetes.kinds import (
     SERVICE,
     Kind,
     Object,
+    find_kind,
 )
 from rollway.kubernetes.names import KEY_LABEL, RUN_LABEL, select_pods, select_run
-from rollway.kubernetes.waits import Deadline
+from rollway.kubernetes.waits import Deadline, wait_until_gone
 
 Report = Callable[[str], None]
 
@@ -47,9 +48,11 @@ class Removal:
 
 
 def list_objects(cluster: Cluster, name: str) -> Iterator[tuple[Kind, Object]]:
-    """Yield the objects with the label of a run, in the order in which they are deleted."""
+    """Yield the objects with the label of a run, in the order in which they are deleted, each with
+    its kind in the version that the server serves."""
     for kind in ORDER:
-        yield from ((kind, body) for body in list_kind(cluster, kind, select_run(name)))
+        for body in list_kind(cluster, kind, select_run(name)):
+            yield (find_kind(body) if kind == DGD else kind), body
 
 
 def list_kind(cluster: Cluster, kind: Kind, labels: str) -> list[Object]:
@@ -104,7 +107,8 @@ def _wait_until_gone(
     cluster: Cluster, chosen: list[tuple[Kind, Object]], deadline: Deadline, report: Report
 ) -> None:
     for kind in ORDER:
-        names = [body["metadata"]["name"] for each, body in chosen if each == kind]
+        same = [(each, body) for each, body in chosen if each.kind == kind.kind]
+        names = [body["metadata"]["name"] for _, body in same]
         if kind == RAYCLUSTER:
             # KubeRay names the cluster of a job; the garbage collector deletes it with the job.
             jobs = (body for each, body in chosen if each == RAYJOB)
@@ -112,7 +116,8 @@ def _wait_until_gone(
             names += filter(None, cluster_names)
         if names:
             report(f"wait until {kind.kind} {', '.join(sorted(set(names)))} is gone")
-            cluster.wait_until_gone(kind, sorted(set(names)), deadline.left)
+            served = same[0][0] if same else kind
+            wait_until_gone(cluster, served, sorted(set(names)), deadline.left)
     graphs = [body["metadata"]["name"] for each, body in chosen if each.kind == DGD.kind]
     if graphs:
         # Their GPUs are free when the pods are gone, not when the graphs are.
@@ -121,7 +126,7 @@ def _wait_until_gone(
         pods = [body["metadata"]["name"] for body in bodies]
         if pods:
             report(f"wait until {len(pods)} pods are gone")
-            cluster.wait_until_gone(POD, pods, deadline.left, labels=labels)
+            wait_until_gone(cluster, POD, pods, deadline.left, labels=labels)
 
 
 def find_runs(cluster: Cluster) -> list[str]:
