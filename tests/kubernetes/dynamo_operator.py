@@ -1,9 +1,9 @@
 """A stand-in for Dynamo's operator. It is ours, small, and in tests only.
 
-It makes the pods and the frontend's Service of every DynamoGraphDeployment (v1beta1) in a
-namespace, backed by processes of this machine (tests/kubernetes/graphs.py), follows `replicas`,
-and writes `state`, `conditions`, `components` and `observedGeneration`: late, out of order or
-wrongly, if a test asks for it.
+It makes the pods and the frontend's Service of every DynamoGraphDeployment in a namespace, backed
+by processes of this machine (tests/kubernetes/graphs.py), follows `replicas`, and writes `state`,
+`conditions`, `components` and `observedGeneration`: late, out of order or wrongly, if a test asks
+for it.
 
 The real one makes pods through component objects and Deployments or Grove, and runs the image's
 command; this one makes them itself and ignores images and commands.
@@ -19,7 +19,8 @@ from pathlib import Path
 from rollway.errors import Conflict, RollwayError
 from rollway.kubernetes.address import COMPONENT_LABEL, TYPE_LABEL
 from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, POD, SCALING_ADAPTER, Object
+from rollway.kubernetes.conversion import convert
+from rollway.kubernetes.kinds import DGD, DGD_ALPHA, POD, SCALING_ADAPTER, Kind, Object
 from rollway.kubernetes.names import (
     DGD_LABEL,
     name_adapter,
@@ -31,6 +32,8 @@ from tests.kubernetes.loop import OperatorLoop
 from tests.kubernetes.node import make_reference, now
 
 FINALIZER = "nvidia.com/dynamo-finalizer"
+_COUNTS = {DGD: "components", DGD_ALPHA: "services"}
+"""Where the status of each version has the replicas."""
 
 
 @dataclass
@@ -80,9 +83,12 @@ class DynamoOperator:
         cluster: an administrator in the namespace to work in.
         folder: for logs and files of the processes.
         model: a checkpoint, for a real frontend with light workers; without it a stub answers.
+        kind: the version that it serves; an old operator has v1alpha1.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, model: Path | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, model: Path | None = None, kind: Kind = DGD
+    ) -> None:
         # With connections and counts of its own: tests count the requests of the product.
         self.cluster = cluster
         self.usual = Faults()
@@ -91,7 +97,8 @@ class DynamoOperator:
         self.graphs: dict[str, Graph] = {}
         self._folder = folder
         self._model = model
-        takers = {DGD: self._take_graph, POD: self._take_pod, SCALING_ADAPTER: self._take_adapter}
+        self._kind = kind
+        takers = {kind: self._take_graph, POD: self._take_pod, SCALING_ADAPTER: self._take_adapter}
         self._loop = OperatorLoop(cluster, folder, takers, self._reconcile_all)
         self._node = self._loop.node
 
@@ -114,6 +121,8 @@ class DynamoOperator:
 
     def _take_graph(self, word: str, live: Object) -> None:
         name = live["metadata"]["name"]
+        # The spec is read as v1beta1's; owner references name the version that is served.
+        live = {**live, "spec": convert(live, DGD.version).graph["spec"]}
         graph = self.graphs.get(name)
         if word == "DELETED":
             if graph is not None:
@@ -272,7 +281,7 @@ class DynamoOperator:
             "state": state,
             "conditions": [condition],
             "observedGeneration": observed,
-            "components": self._count_replicas(graph, ready),
+            _COUNTS[self._kind]: self._count_replicas(graph, ready),
         }
         key = {**status, "conditions": [{**condition, "lastTransitionTime": ""}]}
         if graph.written.get("status") == key:
@@ -299,6 +308,7 @@ class DynamoOperator:
             counts[part["name"]] = {
                 "componentKind": "Deployment",
                 "componentNames": [name_service(graph.live["metadata"]["name"], part["name"])],
+                **({} if self._kind == DGD else {"componentName": part["name"]}),
                 "replicas": len(pods),
                 "readyReplicas": count,
                 "availableReplicas": count,
@@ -310,11 +320,11 @@ class DynamoOperator:
     def _patch_graph(self, graph: Graph, body: Object, subresource: str = "") -> bool:
         name = graph.live["metadata"]["name"]
         try:
-            self.cluster.patch(DGD, name, body, subresource=subresource)
+            self.cluster.patch(self._kind, name, body, subresource=subresource)
         except Conflict:
             return False
         except RollwayError:  # deleted meanwhile
-            if self.cluster.get(DGD, name) is None:
+            if self.cluster.get(self._kind, name) is None:
                 return False
             raise
         return True

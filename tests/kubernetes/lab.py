@@ -1,8 +1,8 @@
 """A control plane with stand-in operators to try commands on: `python -m tests.kubernetes.lab DIR`.
 
 It prints one line of JSON with the kubeconfig and an infra file, and stays until SIGTERM. With
-`--light` graphs are real frontends with light workers, otherwise stubs of them. Pods get ready after
-`--ready-after` seconds: real ones pull images and load weights.
+`--light` graphs are real frontends with light workers, otherwise stubs of them. Pods get ready
+after `--ready-after` seconds: real ones pull images and load weights.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from rollway.kubernetes.driver import (
     find_dashboard,
     is_provisioned,
 )
+from rollway.kubernetes.entrypoint import resolve_entrypoint
 from rollway.kubernetes.jobs import make_entrypoint, make_runtime_env
 from rollway.kubernetes.kinds import RAYCLUSTER, Object
 from rollway.kubernetes.spec import TRAINING
@@ -154,8 +155,9 @@ def start_daemon(run: Run, role: str, ray_cluster: Object) -> None:
         return
     dashboard = find_dashboard(run.cluster, ray_cluster)
     run.report(f"start the daemon of {role}")
+    field = f"kuberay.{role}.daemon.entrypoint"
     dashboard.submit(
-        f"{run.name}-{role}", daemon.entrypoint,
+        f"{run.name}-{role}", resolve_entrypoint(daemon.entrypoint, run.manifests.names, field),
         runtime_env={"env_vars": daemon.env} if daemon.env else None,
     )  # fmt: skip
     if daemon.health is not None:
