@@ -113,7 +113,8 @@ class Refit:
         report = RefitReport(self.plan.version, "rolling")
         await self.plan.update.prepare()
         self.plan.versions.check_identity(self.plan.version, self.plan.update.identity)
-        behind = await self._list_behind(self.skip)
+        # The versions were read a moment ago, with a listing.
+        behind = await self._list_behind(self.skip, fresh=False)
         if not behind:
             return report  # those that are behind are to be skipped, or not ready
         moves: list[asyncio.Task[bool]] = []
@@ -133,6 +134,8 @@ class Refit:
                 finally:
                     ends = await asyncio.gather(*moves, return_exceptions=True)
             if error := next((end for end in ends if isinstance(end, BaseException)), None):
+                if isinstance(error, UsageError) and True in ends:  # others were moved
+                    raise AdminError(error.message, error.hint) from error
                 raise error
             if any(ends):  # otherwise they are still starting, or gone
                 self._check_outcome(report)
@@ -359,7 +362,9 @@ class Refit:
 
     # --- afterwards ----------------------------------------------------------------------------
 
-    async def _list_behind(self, skip: Iterable[int] = ()) -> list[WorkerRefit]:
+    async def _list_behind(
+        self, skip: Iterable[int] = (), *, fresh: bool = True
+    ) -> list[WorkerRefit]:
         """Return workers that are not on the version and that this refit has not touched."""
         # Versions only go up: a worker on a newer one is not behind.
         served, version = self.plan.versions.by_worker, self.plan.version
@@ -367,7 +372,7 @@ class Refit:
         for instance, worker in self.workers.items():
             if worker.report.state not in PENDING:
                 excluded.add(instance)
-        listed = await self.membership.workers(fresh=True)
+        listed = await self.membership.workers(fresh=fresh)
         behind = [w for w in listed if w.error is None and w.instance_id not in excluded]
         return [self._track(worker) for worker in behind]
 
