@@ -20,6 +20,7 @@ from rollway.errors import Conflict, RollwayError
 from rollway.kubernetes.address import COMPONENT_LABEL, TYPE_LABEL
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.conversion import convert
+from rollway.kubernetes.expected import read_expected
 from rollway.kubernetes.kinds import DGD, DGD_ALPHA, POD, SCALING_ADAPTER, Kind, Object
 from rollway.kubernetes.names import (
     DGD_LABEL,
@@ -27,7 +28,7 @@ from rollway.kubernetes.names import (
     name_dynamo_namespace,
     name_service,
 )
-from tests.kubernetes.graphs import Backing, LightGraph, StubGraph
+from tests.kubernetes.graphs import MODEL, Backing, LightGraph, StubGraph
 from tests.kubernetes.loop import OperatorLoop
 from tests.kubernetes.node import make_reference, now
 
@@ -134,15 +135,16 @@ class DynamoOperator:
             return
         if graph is not None:
             graph.backing.close()
-        self.graphs[name] = Graph(live, self._make_backing(name))
+        self.graphs[name] = Graph(live, self._make_backing(live))
 
-    def _make_backing(self, name: str) -> Backing:
+    def _make_backing(self, live: Object) -> Backing:
+        name, [served, *_] = live["metadata"]["name"], [*read_expected(live).models, MODEL]
         namespace = name_dynamo_namespace(self.cluster.namespace, name)
         address = self._node.address
         if self._model is None:
-            return StubGraph(namespace, address)
+            return StubGraph(namespace, address, served)
         folder = self._folder / f"{name}-{time.monotonic_ns()}"
-        return LightGraph(namespace, address, self._model, folder)
+        return LightGraph(namespace, address, self._model, folder, served)
 
     def _take_pod(self, word: str, live: Object) -> None:
         meta = live["metadata"]
