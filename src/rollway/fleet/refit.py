@@ -15,6 +15,9 @@
                              │
     at the end, however it ended: discard updates that are staged and were not applied
 
+`catch_up` takes workers that join between refits through the same steps, each by itself, and looks
+for more while it does.
+
 `rollway.fleet.worker_refit` has the steps of one worker. Nothing is sent twice to a worker once an
 update was issued to it.
 """
