@@ -204,7 +204,8 @@ def test_code_is_uploaded_to_a_long_lived_cluster(world: World) -> None:
     world.wait_until_empty()
 
 
-def test_a_long_lived_cluster_of_the_user_is_used_and_stays(world: World) -> None:
+@pytest.mark.parametrize("mode", ["raycluster", "rayjob"])
+def test_a_cluster_of_the_user_is_used_and_stays(world: World, mode: str) -> None:
     body = {"apiVersion": RAYCLUSTER.api_version, "kind": RAYCLUSTER.kind}
     spec = copy.deepcopy(RAY)
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
@@ -212,12 +213,12 @@ def test_a_long_lived_cluster_of_the_user_is_used_and_stays(world: World) -> Non
     world.admin.create(RAYCLUSTER, {**body, "metadata": {"name": "theirs"}, "spec": spec})
     infra, _ = world.load(
         kuberay={"training": {"spec": {}, "existing": "theirs"}},
-        launch={"entrypoint": "echo", "mode": "raycluster"},
+        launch={"entrypoint": "echo", "mode": mode},
     )
     world.run(infra, wait=True)
-    take_down(world.cluster, RUN)
+    take_down(world.cluster, RUN, timeout=30)
     world.wait_until_empty(but=("theirs", "theirs-head", "theirs-worker-0", "theirs-head-svc"))
-    world.get(RAYCLUSTER, "theirs")
+    assert "deletionTimestamp" not in world.get(RAYCLUSTER, "theirs")["metadata"]
 
 
 def test_deployments_come_before_graphs_and_go_with_them(world: World) -> None:
