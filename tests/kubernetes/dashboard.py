@@ -13,6 +13,7 @@ import secrets
 import signal
 import subprocess
 import threading
+import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,14 @@ class Dashboard:
         with self._lock:
             if name in self._jobs:
                 return 400, {"error": f"Job with submission_id {name} already exists."}
-            env = (body.get("runtime_env") or {}).get("env_vars") or {}
+            environment = body.get("runtime_env") or {}
+            env, folder = environment.get("env_vars") or {}, self._folder
+            if package := environment.get("working_dir"):
+                folder = self._unpack(package.removeprefix("gcs://"))
             with (self._folder / f"{name}.log").open("wb") as log:
                 process = subprocess.Popen(
                     ["/bin/sh", "-c", body["entrypoint"]],
+                    cwd=folder,
                     env={**os.environ, **env},
                     stdout=log,
                     stderr=log,
@@ -60,6 +65,16 @@ class Dashboard:
                 )
             self._jobs[name] = process, body
         return 200, {"job_id": name, "submission_id": name}
+
+    def find_package(self, name: str) -> Path:
+        """Return where a package of files is, or would be."""
+        return self._folder / "packages" / Path(name).name
+
+    def _unpack(self, package: str) -> Path:
+        folder = self._folder / "unpacked" / Path(package).stem
+        with zipfile.ZipFile(self.find_package(package)) as archive:
+            archive.extractall(folder)
+        return folder
 
     def read_log(self, name: str) -> str:
         log = self._folder / f"{name}.log"
@@ -98,8 +113,10 @@ class Dashboard:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                _, _, _, name, *rest = [*self.path.rstrip("/").split("/"), "", ""]
-                if not name:
+                _, _, kind, name, *rest = [*self.path.rstrip("/").split("/"), "", ""]
+                if kind == "packages":
+                    self._answer(200 if dashboard.find_package(rest[0]).exists() else 404, {})
+                elif not name:
                     self._answer(200, dashboard.list_jobs())
                 elif name not in dashboard._jobs:
                     self._answer(404, {"error": f"Job {name} does not exist."})
@@ -107,6 +124,12 @@ class Dashboard:
                     self._answer(200, {"logs": dashboard.read_log(name)})
                 else:
                     self._answer(200, dashboard._describe(name))
+
+            def do_PUT(self) -> None:
+                path = dashboard.find_package(self.path)
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(self.rfile.read(int(self.headers["Content-Length"])))
+                self._answer(200, {})
 
             def do_POST(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)

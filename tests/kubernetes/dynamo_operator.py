@@ -1,9 +1,9 @@
 """A stand-in for Dynamo's operator. It is ours, small, and in tests only.
 
-It makes the pods and the frontend's Service of every DynamoGraphDeployment (v1beta1) in a
-namespace, backed by processes of this machine (tests/kubernetes/graphs.py), follows `replicas`,
-and writes `state`, `conditions`, `components` and `observedGeneration`: late, out of order or
-wrongly, if a test asks for it.
+It makes the pods and the frontend's Service of every DynamoGraphDeployment in a namespace, backed
+by processes of this machine (tests/kubernetes/graphs.py), follows `replicas`, and writes `state`,
+`conditions`, `components` and `observedGeneration`: late, out of order or wrongly, if a test asks
+for it.
 
 The real one makes pods through component objects and Deployments or Grove, and runs the image's
 command; this one makes them itself and ignores images and commands.
@@ -12,29 +12,29 @@ command; this one makes them itself and ignores images and commands.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rollway.errors import Conflict, RollwayError
 from rollway.kubernetes.address import COMPONENT_LABEL, TYPE_LABEL
 from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, POD, SCALING_ADAPTER, Object
+from rollway.kubernetes.conversion import convert
+from rollway.kubernetes.expected import read_expected
+from rollway.kubernetes.kinds import DGD, DGD_ALPHA, POD, SCALING_ADAPTER, Kind, Object
 from rollway.kubernetes.names import (
     DGD_LABEL,
     name_adapter,
     name_dynamo_namespace,
     name_service,
 )
-from rollway.kubernetes.watches import Follower, Selection
-from tests.kubernetes.graphs import Backing, LightGraph, StubGraph
-from tests.kubernetes.node import STAND_IN, TestNode, make_reference, now
+from tests.kubernetes.graphs import MODEL, Backing, LightGraph, StubGraph
+from tests.kubernetes.loop import OperatorLoop
+from tests.kubernetes.node import make_reference, now
 
 FINALIZER = "nvidia.com/dynamo-finalizer"
-TICK_SECONDS = 0.1
+_COUNTS = {DGD: "components", DGD_ALPHA: "services"}
+"""Where the status of each version has the replicas."""
 
 
 @dataclass
@@ -84,66 +84,46 @@ class DynamoOperator:
         cluster: an administrator in the namespace to work in.
         folder: for logs and files of the processes.
         model: a checkpoint, for a real frontend with light workers; without it a stub answers.
+        kind: the version that it serves; an old operator has v1alpha1.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, model: Path | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, model: Path | None = None, kind: Kind = DGD
+    ) -> None:
         # With connections and counts of its own: tests count the requests of the product.
         self.cluster = cluster
+        self.usual = Faults()
+        """The faults of graphs that have none of their own."""
         self.faults: dict[str, Faults] = {}
         self.graphs: dict[str, Graph] = {}
         self._folder = folder
         self._model = model
-        self._node = TestNode(cluster, folder / "node")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.errors: list[Exception] = []
+        self._kind = kind
+        takers = {kind: self._take_graph, POD: self._take_pod, SCALING_ADAPTER: self._take_adapter}
+        self._loop = OperatorLoop(cluster, folder, takers, self._reconcile_all)
+        self._node = self._loop.node
 
     def __enter__(self) -> DynamoOperator:
-        self._node.__enter__()
-        self._thread.start()
+        self._loop.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._loop.stop(self._close)
+
+    def _close(self) -> None:
         for graph in self.graphs.values():
             graph.backing.close()
-        self._node.__exit__()
-        assert not self.errors, self.errors
 
     def get_faults(self, name: str) -> Faults:
         """Return the faults of a graph, to be changed; also before the graph exists."""
-        return self.faults.setdefault(name, Faults())
+        return self.faults.setdefault(name, replace(self.usual))
 
-    # --- the loop -----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        labels = ",".join(f"{key}={value}" for key, value in STAND_IN.items())
-        selections = [Selection(DGD), Selection(POD, labels), Selection(SCALING_ADAPTER)]
-        takers: dict[Any, Callable[[str, Object], None]] = {
-            DGD: self._take_graph,
-            POD: self._take_pod,
-            SCALING_ADAPTER: self._take_adapter,
-        }
-        while not self._stop.is_set():
-            try:
-                with Follower(self.cluster, selections) as follower:
-                    while not self._stop.is_set():
-                        item = follower.take(TICK_SECONDS)
-                        while item is not None:
-                            selection, change = item
-                            takers[selection.kind](change.type, change.object)
-                            item = follower.take(0.0)
-                        for graph in list(self.graphs.values()):
-                            self._reconcile(graph)
-            except RollwayError:  # an API server that was killed, an object that is gone
-                self._stop.wait(1.0)
-            except Exception as error:  # noqa: BLE001 - the test shows it at its end
-                self.errors.append(error)
-                return
+    # --- changes ------------------------------------------------------------------------------
 
     def _take_graph(self, word: str, live: Object) -> None:
         name = live["metadata"]["name"]
+        # The spec is read as v1beta1's; owner references name the version that is served.
+        live = {**live, "spec": convert(live, DGD.version).graph["spec"]}
         graph = self.graphs.get(name)
         if word == "DELETED":
             if graph is not None:
@@ -155,15 +135,16 @@ class DynamoOperator:
             return
         if graph is not None:
             graph.backing.close()
-        self.graphs[name] = Graph(live, self._make_backing(name))
+        self.graphs[name] = Graph(live, self._make_backing(live))
 
-    def _make_backing(self, name: str) -> Backing:
+    def _make_backing(self, live: Object) -> Backing:
+        name, [served, *_] = live["metadata"]["name"], [*read_expected(live).models, MODEL]
         namespace = name_dynamo_namespace(self.cluster.namespace, name)
         address = self._node.address
         if self._model is None:
-            return StubGraph(namespace, address)
+            return StubGraph(namespace, address, served)
         folder = self._folder / f"{name}-{time.monotonic_ns()}"
-        return LightGraph(namespace, address, self._model, folder)
+        return LightGraph(namespace, address, self._model, folder, served)
 
     def _take_pod(self, word: str, live: Object) -> None:
         meta = live["metadata"]
@@ -195,6 +176,10 @@ class DynamoOperator:
             self.cluster.patch(SCALING_ADAPTER, name, {"status": status}, subresource="status")
 
     # --- one graph ----------------------------------------------------------------------------
+
+    def _reconcile_all(self) -> None:
+        for graph in list(self.graphs.values()):
+            self._reconcile(graph)
 
     def _reconcile(self, graph: Graph) -> None:
         meta = graph.live["metadata"]
@@ -298,7 +283,7 @@ class DynamoOperator:
             "state": state,
             "conditions": [condition],
             "observedGeneration": observed,
-            "components": self._count_replicas(graph, ready),
+            _COUNTS[self._kind]: self._count_replicas(graph, ready),
         }
         key = {**status, "conditions": [{**condition, "lastTransitionTime": ""}]}
         if graph.written.get("status") == key:
@@ -325,6 +310,7 @@ class DynamoOperator:
             counts[part["name"]] = {
                 "componentKind": "Deployment",
                 "componentNames": [name_service(graph.live["metadata"]["name"], part["name"])],
+                **({} if self._kind == DGD else {"componentName": part["name"]}),
                 "replicas": len(pods),
                 "readyReplicas": count,
                 "availableReplicas": count,
@@ -336,11 +322,11 @@ class DynamoOperator:
     def _patch_graph(self, graph: Graph, body: Object, subresource: str = "") -> bool:
         name = graph.live["metadata"]["name"]
         try:
-            self.cluster.patch(DGD, name, body, subresource=subresource)
+            self.cluster.patch(self._kind, name, body, subresource=subresource)
         except Conflict:
             return False
         except RollwayError:  # deleted meanwhile
-            if self.cluster.get(DGD, name) is None:
+            if self.cluster.get(self._kind, name) is None:
                 return False
             raise
         return True

@@ -164,7 +164,7 @@ class World:
 
 @contextmanager
 def open_world(
-    admin: Cluster, kubeconfig: Path, folder: Path, model: Path | None = None
+    admin: Cluster, kubeconfig: Path, folder: Path, model: Path | None = None, kind: Kind = DGD
 ) -> Iterator[World]:
     """Start both operators, each with connections of its own; requests of the product are counted
     on `cluster` alone."""
@@ -175,7 +175,7 @@ def open_world(
         for connection in connections:
             stack.callback(connection.close)
         own, first, second = connections
-        dynamo = stack.enter_context(DynamoOperator(first, folder / "dynamo", model))
+        dynamo = stack.enter_context(DynamoOperator(first, folder / "dynamo", model, kind))
         kuberay = stack.enter_context(KubeRayOperator(second, folder / "kuberay"))
         yield World(admin, own, dynamo, kuberay, folder, kubeconfig)
 

@@ -45,7 +45,10 @@ class LightGraph:
 
     Workers register in the namespace with the operator's suffix. They find each other by files."""
 
-    def __init__(self, namespace: str, address: str, model: Path, folder: Path) -> None:
+    def __init__(
+        self, namespace: str, address: str, model: Path, folder: Path, served: str = MODEL
+    ) -> None:
+        self._served = served
         self._namespace = namespace
         self._address = address
         self._model = model
@@ -88,7 +91,7 @@ class LightGraph:
             port = find_port(host)
             endpoint = f"dyn://{self._namespace}-0123abcd.{MODEL}.generate"
             command = ["-m", "tests.light.worker", "--model", str(self._model)]
-            command += ["--served-model-name", MODEL, "--endpoint", endpoint]
+            command += ["--served-model-name", self._served, "--endpoint", endpoint]
             env |= {"DYN_SYSTEM_HOST": host, "DYN_SYSTEM_PORT": str(port), **self.worker_env}
             self._urls[pod] = f"http://{host}:{port}/health"
             self._env[pod] = {"DYN_SYSTEM_PORT": str(port)}
@@ -132,14 +135,14 @@ class StubGraph:
 
     It is a mock: a real one takes seconds of CPU to start, and these tests are about pods."""
 
-    def __init__(self, namespace: str, address: str) -> None:
+    def __init__(self, namespace: str, address: str, served: str = MODEL) -> None:
         self._namespace = namespace
         self._pods: dict[str, str] = {}
         self.status = 200
         """What it answers to everything; not 200 is a frontend that does not serve."""
         self.listed: int | None = None
         """How many workers it lists; None for all."""
-        self.models = [MODEL]
+        self.models = [served]
         self._server = ThreadingHTTPServer((address, 0), self._make_handler())
         self.ports = {8000: int(self._server.server_address[1])}
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -18,23 +18,20 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import threading
 import time
 import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollway.errors import Conflict, RollwayError
 from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import POD, RAYCLUSTER, RAYJOB, Kind, Object
-from rollway.kubernetes.watches import Follower, Selection
+from rollway.kubernetes.kinds import POD, RAYCLUSTER, RAYJOB, Object
 from tests.kubernetes.dashboard import Dashboard
-from tests.kubernetes.node import STAND_IN, TestNode, make_reference, now
+from tests.kubernetes.loop import OperatorLoop
+from tests.kubernetes.node import make_reference, now
 
 FINALIZER = "ray.io/rayjob-finalizer"
 CLUSTER_LABEL, NODE_LABEL = "ray.io/cluster", "ray.io/node-type"
-TICK_SECONDS = 0.1
 _ENDED = {"Complete", "Failed", "ValidationFailed"}
 
 
@@ -86,56 +83,32 @@ class KubeRayOperator:
         self.history: dict[str, list[str]] = {}
         """The states that each RayJob went through."""
         self._folder = folder
-        self._node = TestNode(cluster, folder / "node")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.errors: list[Exception] = []
+        takers = {RAYJOB: self._take_job, RAYCLUSTER: self._take_cluster, POD: self._take_pod}
+        self._loop = OperatorLoop(cluster, folder, takers, self._reconcile)
+        self._node = self._loop.node
 
     def __enter__(self) -> KubeRayOperator:
-        self._node.__enter__()
-        self._thread.start()
+        self._loop.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._loop.stop(self._close)
+
+    def _close(self) -> None:
         for state in self.clusters.values():
             state.dashboard.close()
-        self._node.__exit__()
-        assert not self.errors, self.errors
 
     def get_faults(self, name: str) -> JobFaults:
         """Return the faults of a job or cluster, to be changed; also before it exists."""
         return self.faults.setdefault(name, JobFaults())
 
-    # --- the loop -----------------------------------------------------------------------------
+    # --- changes ------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        labels = ",".join(f"{key}={value}" for key, value in STAND_IN.items())
-        takers: dict[Kind, Callable[[str, Object], None]] = {
-            RAYJOB: self._take_job,
-            RAYCLUSTER: self._take_cluster,
-            POD: self._take_pod,
-        }
-        selections = [Selection(RAYJOB), Selection(RAYCLUSTER), Selection(POD, labels)]
-        while not self._stop.is_set():
-            try:
-                with Follower(self.cluster, selections) as follower:
-                    while not self._stop.is_set():
-                        item = follower.take(TICK_SECONDS)
-                        while item is not None:
-                            selection, change = item
-                            takers[selection.kind](change.type, change.object)
-                            item = follower.take(0.0)
-                        for job in list(self.jobs.values()):
-                            self._advance(job)
-                        for state in list(self.clusters.values()):
-                            self._reconcile_cluster(state)
-            except RollwayError:  # an API server that was killed, an object that is gone
-                self._stop.wait(1.0)
-            except Exception as error:  # noqa: BLE001 - the test shows it at its end
-                self.errors.append(error)
-                return
+    def _reconcile(self) -> None:
+        for job in list(self.jobs.values()):
+            self._advance(job)
+        for state in list(self.clusters.values()):
+            self._reconcile_cluster(state)
 
     def _take_job(self, word: str, live: Object) -> None:
         name = live["metadata"]["name"]

@@ -1,7 +1,8 @@
 """A control plane with stand-in operators to try commands on: `python -m tests.kubernetes.lab DIR`.
 
 It prints one line of JSON with the kubeconfig and an infra file, and stays until SIGTERM. With
-`--light` graphs are real frontends with light workers, otherwise stubs of them.
+`--light` graphs are real frontends with light workers, otherwise stubs of them. Pods get ready
+after `--ready-after` seconds: real ones pull images and load weights.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.kinds import NAMESPACE
 from tests.kubernetes.control_plane import ControlPlane, find_assets
+from tests.kubernetes.dynamo_operator import Faults
 from tests.kubernetes.flows import open_world, write_infra
 
 NAME = "rl"
@@ -24,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--light", action="store_true")
+    parser.add_argument("--ready-after", type=float, default=0.0, metavar="SECONDS")
     options = parser.parse_args()
     assets, stop = find_assets(), threading.Event()
     assert assets is not None, "`make setup-k8s` builds a control plane"
@@ -44,7 +47,8 @@ def main() -> None:
         infra = write_infra(
             options.folder / "infra", launch={"entrypoint": "sleep 600", "ttl_seconds": 600}
         )
-        with open_world(admin, kubeconfig, options.folder, model):
+        with open_world(admin, kubeconfig, options.folder, model) as world:
+            world.dynamo.usual = Faults(ready_after=options.ready_after)
             answer = {"kubeconfig": str(kubeconfig), "namespace": NAME, "infra": str(infra)}
             print(json.dumps({**answer, "model": str(model or "")}), flush=True)
             stop.wait()

@@ -18,6 +18,7 @@ from rollway.errors import (
 )
 from rollway.kubernetes import connection
 from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.drift import find_drift
 from rollway.kubernetes.kinds import (
     CONFIG_MAP,
     DGD,
@@ -28,6 +29,7 @@ from rollway.kubernetes.kinds import (
     Kind,
 )
 from rollway.kubernetes.names import DGD_LABEL
+from rollway.kubernetes.waits import wait_until_gone
 from tests.kubernetes.accounts import connect_as
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.manifests import make_component, make_graph, make_job
@@ -84,16 +86,16 @@ def test_a_conflict_names_the_field_and_its_manager(
 
 def test_only_our_own_fields_can_drift(admin: Cluster, control_plane: ControlPlane) -> None:
     admin.apply(DGD, make_graph())
-    assert admin.diff_fields(DGD, make_graph()) == []
+    assert find_drift(admin, DGD, make_graph()) == []
     # A field of somebody else, and defaults, are no drift.
     path = DGD.make_path(admin.namespace, "policy")
     body = {"metadata": {"annotations": {"other": "x"}}, "spec": {"backendFramework": "vllm"}}
     control_plane.request("PATCH", path, body, "application/merge-patch+json")
-    assert admin.diff_fields(DGD, make_graph()) == []
+    assert find_drift(admin, DGD, make_graph()) == []
     components = make_graph(workers=5)["spec"]["components"]
     change = {"spec": {"components": components}}
     control_plane.request("PATCH", path, change, "application/merge-patch+json")
-    (drift,) = admin.diff_fields(DGD, make_graph())
+    (drift,) = find_drift(admin, DGD, make_graph())
     assert (drift.path, drift.live, drift.wanted) == ("spec.components[worker].replicas", 5, 1)
     assert "spec.components[worker].replicas: 5 -> 1" in str(drift)
 
@@ -118,10 +120,10 @@ def test_an_object_that_is_being_deleted_is_refused(admin: Cluster) -> None:
     with pytest.raises(Conflict, match=r"still being deleted .held by finalizer example.com/held"):
         admin.apply(DGD, make_graph())
     with pytest.raises(ClusterError, match=r"policy .held by finalizer example.com/held") as raised:
-        admin.wait_until_gone(DGD, ["policy"], 1.5)
+        wait_until_gone(admin, DGD, ["policy"], 1.5)
     assert "not gone after" in raised.value.message
     admin.patch(DGD, "policy", {"metadata": {"finalizers": None}})
-    admin.wait_until_gone(DGD, ["policy"], 20)
+    wait_until_gone(admin, DGD, ["policy"], 20)
     assert admin.get(DGD, "policy") is None
 
 

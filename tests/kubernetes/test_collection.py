@@ -8,6 +8,7 @@ from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.gates import wait_until_ready
 from rollway.kubernetes.kinds import DGD, POD, RAYCLUSTER, RAYJOB, SERVICE, Object
 from rollway.kubernetes.names import RUN_LABEL
+from rollway.kubernetes.waits import wait_until_gone
 from tests.kubernetes.dynamo_operator import DynamoOperator
 from tests.kubernetes.kuberay_operator import KubeRayOperator
 from tests.kubernetes.manifests import make_graph, make_job, make_ray_cluster
@@ -39,7 +40,7 @@ def test_a_deleted_cluster_takes_its_graphs_and_their_pods(
     # The head, and three graphs.
     wait_until(lambda: len(list_names(admin)) == 1 + 3 * 2, 20, what="pods")
     admin.delete(RAYCLUSTER, "train")
-    admin.wait_until_gone(DGD, ["policy-0", "policy-1"], LONG)
+    wait_until_gone(admin, DGD, ["policy-0", "policy-1"], LONG)
     wait_until(
         lambda: sorted(list_names(admin)) == ["theirs-frontend-0", "theirs-worker-0"],
         LONG,
@@ -60,8 +61,8 @@ def test_a_deleted_job_takes_everything_also_while_it_is_suspended(
     applied = admin.apply(DGD, own(make_graph(), job))
     wait_until_ready(admin, [applied], timeout=LONG)
     admin.delete(RAYJOB, "train")
-    admin.wait_until_gone(RAYJOB, ["train"], LONG)
-    admin.wait_until_gone(DGD, ["policy"], LONG)
+    wait_until_gone(admin, RAYJOB, ["train"], LONG)
+    wait_until_gone(admin, DGD, ["policy"], LONG)
     wait_until(lambda: list_names(admin) == [], LONG)
 
 
@@ -75,7 +76,7 @@ def test_a_graph_with_two_owners_goes_with_the_last(admin: Cluster, dynamo: Dyna
     admin.delete(RAYCLUSTER, "first")
     assert stays(lambda: admin.get(DGD, "policy") is not None, 3.0, every=0.5)
     admin.delete(RAYCLUSTER, "second")
-    admin.wait_until_gone(DGD, ["policy"], LONG)
+    wait_until_gone(admin, DGD, ["policy"], LONG)
 
 
 def test_an_owner_that_never_existed_collects_at_once(admin: Cluster) -> None:
@@ -83,7 +84,7 @@ def test_an_owner_that_never_existed_collects_at_once(admin: Cluster) -> None:
     cluster = admin.apply(RAYCLUSTER, make_ray_cluster())
     cluster["metadata"]["uid"] = "00000000-0000-0000-0000-000000000000"
     admin.apply(DGD, own(make_graph(), cluster))
-    admin.wait_until_gone(DGD, ["policy"], LONG)
+    wait_until_gone(admin, DGD, ["policy"], LONG)
 
 
 @pytest.mark.parametrize("name", ["train"])
@@ -95,6 +96,6 @@ def test_a_finalizer_that_hangs_keeps_the_job_and_is_named(
     wait_until(lambda: kuberay.history.get(name, [])[-1:] == ["Suspended"], LONG)
     admin.delete(RAYJOB, name)
     with pytest.raises(Exception, match=r"ray\.io/rayjob-finalizer"):
-        admin.wait_until_gone(RAYJOB, [name], 2.0)
+        wait_until_gone(admin, RAYJOB, [name], 2.0)
     kuberay.get_faults(name).hanging_finalizer = False
-    admin.wait_until_gone(RAYJOB, [name], LONG)
+    wait_until_gone(admin, RAYJOB, [name], LONG)

@@ -52,6 +52,19 @@ def test_the_server_accepts_an_example(admin: Cluster, name: str) -> None:
         assert admin.get(kind, item["metadata"]["name"]) is None, "a dry run left something"
 
 
+def test_the_server_accepts_claims_of_devices(admin: Cluster) -> None:
+    """RoCE and a compute domain in every pod with GPUs. The server knows no ResourceClaimTemplates
+    of its own (they came with 1.26), so the claims are validated where they are used."""
+    claims = ["networking.roce.template=roce", "networking.compute_domain.template=nvlink"]
+    infra = load_infra(None, EXAMPLES / "one-gpu.yaml", claims)
+    rendered = render_all(infra.model_copy(update={"namespace": admin.namespace}))
+    for item in rendered.objects:
+        kind = find_kind(item)
+        assert kind is not None
+        accepted = admin.create(kind, item, dry_run=True)
+        assert "resourceClaimTemplateName" in str(accepted["spec"])
+
+
 @pytest.fixture
 def old_versions(admin: Cluster) -> Iterator[None]:
     """Serve v1alpha1 without the operator's webhook, which converts it: the schema and the rules of

@@ -10,14 +10,29 @@ from typing import Any
 import pytest
 import yaml
 
+import rollway
 from rollway.errors import Forbidden, RollwayError
 from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, RAYJOB, ROLE, ROLE_BINDING, SERVICE_ACCOUNT, Object
+from rollway.kubernetes.gates import wait_until_ready
+from rollway.kubernetes.kinds import (
+    DGD,
+    POD,
+    RAYJOB,
+    ROLE,
+    ROLE_BINDING,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    Object,
+)
 from rollway.kubernetes.permissions import USER, VIEWER, Permission, list_verbs
-from rollway.kubernetes.status import read_status
+from rollway.kubernetes.status import read_status, read_versions
 from rollway.kubernetes.teardown import take_down
+from tests.kubernetes.accounts import connect_as
 from tests.kubernetes.control_plane import ControlPlane
+from tests.kubernetes.dynamo_operator import DynamoOperator
 from tests.kubernetes.flows import RUN, World, open_world
+from tests.kubernetes.graphs import SECRET
+from tests.kubernetes.manifests import make_graph
 from tests.waiting import wait_until
 
 ROLES = Path(__file__).parents[2] / "deploy" / "rbac"
@@ -194,6 +209,31 @@ def test_a_viewer_sees_and_changes_nothing(world: World, become: Any) -> None:
         take_down(world.cluster, RUN)
     take_down(world.admin, RUN)
     world.wait_until_empty()
+
+
+def test_versions_of_workers_are_shown_with_the_shipped_role(
+    control_plane: ControlPlane,
+    admin: Cluster,
+    light_dynamo: DynamoOperator,
+    tmp_path: Path,
+    base_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From outside of the cluster, to real workers, with the token of a service account."""
+    applied = admin.apply(DGD, make_graph(workers=2))
+    wait_until_ready(admin, [applied], timeout=90)
+    user = connect_as(control_plane, admin, tmp_path, read_role("rollway-cli"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "user"))
+    with rollway.attach(f"dgd://{admin.namespace}/policy", secret=SECRET) as stack:
+        stack.refit(1, base_model)
+    assert list(read_versions(user, "policy").values()) == [1, 1]
+    for verb in ("get", "create"):
+        admin.patch(ROLE, "user", {"rules": drop(read_role("rollway-cli"), verb, "pods/proxy")})
+        wait_until(lambda verb=verb: not user.may(verb, POD, "proxy"), 30)
+        assert "proxy of pods" in read_versions(user, "policy")["unknown"]
+    admin.patch(ROLE, "user", {"rules": read_role("rollway-viewer")})
+    wait_until(lambda: not user.may("get", SERVICE, "proxy"), 30)
+    assert "services/proxy" in read_versions(user, "policy")["unknown"]
 
 
 def test_a_training_that_runs_survives_a_second_command_that_fails(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,10 @@ def test_a_driver_that_kuberay_forgets_is_submitted_once(world: World) -> None:
 
 
 def test_a_long_lived_cluster_owns_inference_and_takes_submissions(world: World) -> None:
-    daemon = {"entrypoint": "sleep 600", "health": {"port": 8265, "path": "/api/jobs/"}}
+    daemon = {
+        "entrypoint": "sleep 600 # ${dynamo.policy}",
+        "health": {"port": 8265, "path": "/api/jobs/"},
+    }
     infra, _ = world.load(
         kuberay={"training": {"spec": RAY}, "gym": {"spec": RAY, "daemon": daemon}},
         launch={"entrypoint": "echo of ${dynamo.policy}", "mode": "raycluster"},
@@ -173,6 +177,7 @@ def test_a_long_lived_cluster_owns_inference_and_takes_submissions(world: World)
     assert world.get_owners(RAYCLUSTER, f"{RUN}-gym") == [f"RayCluster {RUN}"]
     jobs = world.kuberay.clusters[f"{RUN}-gym"].dashboard.list_jobs()
     assert [job["submission_id"] for job in jobs] == [f"{RUN}-gym"]
+    assert jobs[0]["entrypoint"] == "sleep 600 # policy"
     with pytest.raises(RunExists, match="has ended as SUCCEEDED"):
         world.run(infra)
     assert world.run(infra, recreate=True).state == "submitted"
@@ -180,7 +185,27 @@ def test_a_long_lived_cluster_owns_inference_and_takes_submissions(world: World)
     world.wait_until_empty()
 
 
-def test_a_long_lived_cluster_of_the_user_is_used_and_stays(world: World) -> None:
+def test_code_is_uploaded_to_a_long_lived_cluster(world: World) -> None:
+    code = world.folder / "infra" / "code"
+    code.mkdir(parents=True)
+    (code / "train.py").write_text("import helper; print('trained with', helper.NAME)")
+    (code / "helper.py").write_text("NAME = 'own files'")
+    infra, _ = world.load(
+        launch={
+            "entrypoint": "python3 train.py",
+            "mode": "raycluster",
+            "code": {"source": "upload", "path": "code"},  # beside the infra file
+        }
+    )
+    assert world.run(infra, wait=True).state == "SUCCEEDED"
+    [line] = world.call("logs", RUN, "--role", "driver")["lines"]
+    assert line["line"] == "trained with own files"
+    take_down(world.cluster, RUN)
+    world.wait_until_empty()
+
+
+@pytest.mark.parametrize("mode", ["raycluster", "rayjob"])
+def test_a_cluster_of_the_user_is_used_and_stays(world: World, mode: str) -> None:
     body = {"apiVersion": RAYCLUSTER.api_version, "kind": RAYCLUSTER.kind}
     spec = copy.deepcopy(RAY)
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
@@ -188,12 +213,12 @@ def test_a_long_lived_cluster_of_the_user_is_used_and_stays(world: World) -> Non
     world.admin.create(RAYCLUSTER, {**body, "metadata": {"name": "theirs"}, "spec": spec})
     infra, _ = world.load(
         kuberay={"training": {"spec": {}, "existing": "theirs"}},
-        launch={"entrypoint": "echo", "mode": "raycluster"},
+        launch={"entrypoint": "echo", "mode": mode},
     )
     world.run(infra, wait=True)
-    take_down(world.cluster, RUN)
+    take_down(world.cluster, RUN, timeout=30)
     world.wait_until_empty(but=("theirs", "theirs-head", "theirs-worker-0", "theirs-head-svc"))
-    world.get(RAYCLUSTER, "theirs")
+    assert "deletionTimestamp" not in world.get(RAYCLUSTER, "theirs")["metadata"]
 
 
 def test_deployments_come_before_graphs_and_go_with_them(world: World) -> None:
@@ -273,6 +298,22 @@ def test_a_second_run_of_one_name_resumes_refuses_and_never_doubles(world: World
     again = world.run(other, recreate=True)
     assert again.ray_cluster != first.ray_cluster
     assert len(world.list(RAYJOB)) == len(world.list(DGD)) == 1
+    take_down(world.cluster, RUN)
+    world.wait_until_empty()
+
+
+def test_two_commands_at_once_make_one_run(world: World) -> None:
+    infra, _ = world.load(
+        make_graph("policy"), make_graph("judge"), launch={"entrypoint": "sleep 60"}
+    )
+    with ThreadPoolExecutor(3) as pool:
+        results = [future.result() for future in [pool.submit(world.run, infra) for _ in "123"]]
+    assert len({result.ray_cluster for result in results}) == 1
+    assert len({result.driver.id for result in results if result.driver}) == 1
+    assert len(world.list(RAYJOB)) == len(world.list(RAYCLUSTER)) == 1
+    assert len(world.list(DGD)) == 2
+    dashboard = world.kuberay.clusters[results[0].ray_cluster].dashboard
+    assert len(dashboard.list_jobs()) == 1
     take_down(world.cluster, RUN)
     world.wait_until_empty()
 

@@ -162,7 +162,8 @@ def test_the_planners_own_client_scales_our_graph(
         "KUBECONFIG": str(world.kubeconfig),
         "POD_NAMESPACE": world.admin.namespace,
     }
-    command = [sys.executable, "-m", "tests.kubernetes.planner_client", "policy", "worker", "3"]
+    command = [sys.executable, "-m", "tests.kubernetes.planner_client"]
+    command += ["scale", "policy", "worker", "3"]
     with attach(world, "policy") as stack:
         stack.refit(1, policies[1].path)
         traffic = Traffic(stack)

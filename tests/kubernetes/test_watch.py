@@ -11,6 +11,7 @@ from rollway.errors import ClusterError
 from rollway.kubernetes import connection
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.kinds import CONFIG_MAP, DGD, Kind
+from rollway.kubernetes.waits import wait_until_gone
 from rollway.kubernetes.watches import Follower, Selection, Watch
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.manifests import make_graph
@@ -89,7 +90,7 @@ def test_a_watch_that_is_too_old_lists_again(admin: Cluster, stop: threading.Eve
     stayed = admin.apply(DGD, make_graph("stayed"))
     gone = admin.apply(DGD, make_graph("gone"))
     admin.delete(DGD, "gone")
-    admin.wait_until_gone(DGD, ["gone"], 20)
+    wait_until_gone(admin, DGD, ["gone"], 20)
     admin.apply(DGD, make_graph("came"))
     # Version 1 is older than any that the server keeps: it answers 410.
     watch = Watch(admin, Selection(DGD, LABELS), stop, start=([stayed, gone], "1"))

@@ -96,6 +96,11 @@ class CanaryCheck:
     _unchanged: set[int] = field(default_factory=set)
     _news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether it is known what a worker on the version answers."""
+        return (self.expected or self._reference) is not None
+
     async def record_before(self, worker: Worker) -> None:
         """Ask a worker before its update."""
         self._before[worker.instance_id] = await self.ask(worker)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -95,6 +95,8 @@ class Fleet:
         self._supervised = supervised
         self._record = record
         self._lock = asyncio.Lock()
+        self._waiting = 0
+        """Refits that wait for the lock."""
         self._doubtful: set[int] = set()
 
     async def workers(self, *, fresh: bool = True) -> list[Worker]:
@@ -287,7 +289,7 @@ class Fleet:
                 f"Modes are {', '.join(get_args(RefitMode))}; a share is above 0 and at most 1.",
             )
         chosen = await self._recipes.make_update(update, allow_cast, needs_config)
-        async with self._lock, self._guard():
+        async with self._wait_for_turn(), self._guard():
             refit = self._make_refit(version, chosen, expected)
             refit.mode, refit.share = mode, share
             self._labels.learn_claims()
@@ -387,7 +389,7 @@ class Fleet:
                 await self._admit_to_adapters()
             except RollwayError as error:
                 log.warning("a worker could not load the adapters: %s", error)
-            await asyncio.sleep(seconds)
+            await self.membership.wait_for_change(seconds)
 
     async def _admit_to_adapters(self) -> None:
         """Load the adapters on workers that have joined and are on the current version."""
@@ -399,6 +401,19 @@ class Fleet:
                 current, served = self.versions.newest, self.versions.by_worker
                 ready = [w for w in listed if served.get(w.instance_id) == current]
                 await self.adapters.catch_up(ready)
+
+    @asynccontextmanager
+    async def _wait_for_turn(self) -> AsyncIterator[None]:
+        """Hold the lock. An admission that holds it knows that somebody waits."""
+        self._waiting += 1
+        try:
+            await self._lock.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _service_of(self, worker: Worker) -> Service:
         return Service(self.admin, self.versions, worker)
@@ -433,6 +448,7 @@ class Fleet:
             self.membership,
             supervised=self._supervised,
             skip=frozenset(self._doubtful),
+            is_awaited=lambda: self._waiting > 0,
             record=None if self._record is None else self._record.claim,
         )
 

@@ -2,8 +2,8 @@
 
 Every listing makes the frontend probe all workers: a hung worker delays it by 5 s, and one with
 many streams by up to a second. So a listing is reused for a moment, and callers at the same time
-share one. `confirm` asks only whether somebody joined or left since. `poll` lists again and
-notifies listeners of joins and leaves. A listing that failed changes nothing.
+share one. `confirm` and `has_changed` ask only whether somebody joined or left since. `poll` lists
+again and notifies listeners of joins and leaves. A listing that failed changes nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ Listener = Callable[[Worker], Awaitable[None]]
 
 KEEP_SECONDS = 2.0
 POLL_SECONDS = 5.0
+LOOK_SECONDS = 1.0
+"""Between two questions whether somebody joined or left, which only the frontend answers."""
 DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)
 """The waits before each check whether a silent worker has died."""
 
@@ -98,6 +100,20 @@ class Membership:
         if not listed or any(worker.error is not None for worker in listed):
             return None
         return listed if await list_instances(self._http, self.source) == instances else None
+
+    async def has_changed(self) -> bool:
+        """Return whether somebody joined or left since the last listing, as far as the source can
+        tell. This asks no worker."""
+        instances = await list_instances(self._http, self.source)
+        return instances is not None and instances != self._instances
+
+    async def wait_for_change(self, seconds: float) -> None:
+        """Wait until somebody joins or leaves, at most so long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(min(LOOK_SECONDS, left))
+            if await self.has_changed():
+                return
 
     async def poll(self) -> bool:
         """List the workers and notify listeners of joins (all workers at the first poll) and

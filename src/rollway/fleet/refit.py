@@ -15,6 +15,9 @@
                              │
     at the end, however it ended: discard updates that are staged and were not applied
 
+`catch_up` takes workers that join between refits through the same steps, each by itself, and looks
+for more while it does.
+
 `rollway.fleet.worker_refit` has the steps of one worker. Nothing is sent twice to a worker once an
 update was issued to it.
 """
@@ -50,6 +53,10 @@ ANSWER_SECONDS = 15.0
 """How long a listed worker may fail to answer; a dead worker is listed for about 10 s."""
 PENDING = ("untouched", "joining")
 """States of workers that this refit has not moved and may still move."""
+JOIN_SECONDS = 1.0
+"""Between two looks for workers that join during an admission."""
+LONGEST_JOIN_SECONDS = 60.0
+"""For how long an admission takes joiners along; others that want the fleet wait meanwhile."""
 DISCARD_SECONDS = 10.0
 """The longest time that discarding staged updates may add to a refit."""
 
@@ -66,6 +73,8 @@ class Refit:
     """Whether a supervisor labels the worker once it is ready."""
     skip: frozenset[int] = frozenset()
     """Workers that `catch_up` leaves alone, because an update to them has failed."""
+    is_awaited: Callable[[], bool] = lambda: False
+    """Whether another refit waits for this one; then it takes no more joiners along."""
     record: Callable[[int, str], None] | None = None
     """Records for other processes which weights a version names."""
     workers: dict[int, WorkerRefit] = field(default_factory=dict)
@@ -101,23 +110,59 @@ class Refit:
         return report
 
     async def catch_up(self) -> RefitReport:
-        """Move workers that are behind to a version that others already serve."""
+        """Move workers that are behind to a version that others already serve, and beside them
+        those that join meanwhile: none waits for the refit of another."""
         began = time.monotonic()
-        report = RefitReport(self.plan.version, "rolling", passes=1)
+        report = RefitReport(self.plan.version, "rolling")
         await self.plan.update.prepare()
         self.plan.versions.check_identity(self.plan.version, self.plan.update.identity)
-        behind = await self._list_behind(self.skip)
+        # The versions were read a moment ago, with a listing.
+        behind = await self._list_behind(self.skip, fresh=False)
         if not behind:
             return report  # those that are behind are to be skipped, or not ready
+        moves: list[asyncio.Task[bool]] = []
         async with self._discard_afterwards():
             with self._changing(report, began):
-                behind = await self._preflight(behind)
-                await self._ask_for_reference(behind)
-                if behind:
-                    await self._move(behind, is_first_pass=False)
-            if behind:  # otherwise they are still starting, or gone
+                try:
+                    while behind or any(not move.done() for move in moves):
+                        report.passes += bool(behind)
+                        moves += [asyncio.create_task(self._move_joiner(each)) for each in behind]
+                        await asyncio.wait(moves, timeout=JOIN_SECONDS)
+                        is_late = time.monotonic() - began > LONGEST_JOIN_SECONDS
+                        behind = [] if is_late else await self._list_more()
+                except BaseException:
+                    for move in moves:
+                        move.cancel()
+                    raise
+                finally:
+                    ends = await asyncio.gather(*moves, return_exceptions=True)
+            if error := next((end for end in ends if isinstance(end, BaseException)), None):
+                if isinstance(error, UsageError) and True in ends:  # others were moved
+                    raise AdminError(error.message, error.hint) from error
+                raise error
+            if any(ends):  # otherwise they are still starting, or gone
                 self._check_outcome(report)
         return report
+
+    async def _move_joiner(self, behind: WorkerRefit) -> bool:
+        """Move a worker that is behind; return whether it was there and ready."""
+        ready = await self._preflight([behind])
+        await self._ask_for_reference(ready)
+        if ready:
+            await self._move(ready, is_first_pass=False)
+        return bool(ready)
+
+    async def _list_more(self) -> list[WorkerRefit]:
+        """Return workers that have joined since the last listing and are behind; none if a refit
+        waits for this one to end."""
+        before = set(self.workers)
+        if self.is_awaited() or not await self.membership.has_changed():
+            return []
+        try:
+            behind = await self._list_behind(self.skip)
+        except RollwayError:  # the frontend is busy, and will be asked again
+            return []
+        return [worker for worker in behind if worker.instance_id not in before]
 
     # --- before any worker is touched --------------------------------------------------------
 
@@ -239,7 +284,9 @@ class Refit:
     async def _ask_for_reference(self, behind: Sequence[WorkerRefit]) -> None:
         """Ask a worker on the version for the right canary answer, if any worker needs a canary."""
         canaries = self.plan.canaries
-        if canaries is None or all(worker.verifies_itself for worker in behind):
+        if canaries is None or canaries.has_reference:
+            return
+        if all(worker.verifies_itself for worker in behind):
             return
         ids = self.plan.versions.list_serving(self.plan.version)
         listed = await self.membership.workers()
@@ -318,7 +365,9 @@ class Refit:
 
     # --- afterwards ----------------------------------------------------------------------------
 
-    async def _list_behind(self, skip: Iterable[int] = ()) -> list[WorkerRefit]:
+    async def _list_behind(
+        self, skip: Iterable[int] = (), *, fresh: bool = True
+    ) -> list[WorkerRefit]:
         """Return workers that are not on the version and that this refit has not touched."""
         # Versions only go up: a worker on a newer one is not behind.
         served, version = self.plan.versions.by_worker, self.plan.version
@@ -326,7 +375,7 @@ class Refit:
         for instance, worker in self.workers.items():
             if worker.report.state not in PENDING:
                 excluded.add(instance)
-        listed = await self.membership.workers(fresh=True)
+        listed = await self.membership.workers(fresh=fresh)
         behind = [w for w in listed if w.error is None and w.instance_id not in excluded]
         return [self._track(worker) for worker in behind]
 

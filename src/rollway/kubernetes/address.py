@@ -250,9 +250,9 @@ def _check_proxy(cluster: Cluster, service: str) -> None:
             f" {body[:200].decode(errors='replace')}",
             "Wait until its pods are ready, or attach from a pod of the cluster.",
         )
-    for kind in (SERVICE, POD):
-        if not cluster.may("create", kind, "proxy"):
-            rule = make_rule("create", kind, "proxy")
+    for verb, kind in (("create", SERVICE), ("get", POD), ("create", POD)):
+        if not cluster.may(verb, kind, "proxy"):
+            rule = make_rule(verb, kind, "proxy")
             raise Forbidden(
                 f"You may not send requests through the API server's proxy of {kind.plural}"
                 f" in namespace {cluster.namespace}.",

@@ -14,6 +14,8 @@ from typing import Any
 
 from rollway.errors import ClusterError, Forbidden, KindMissing, NamespaceMissing, RollwayError
 from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.conversion import convert
+from rollway.kubernetes.drift import find_drift
 from rollway.kubernetes.kinds import (
     DGD,
     DGD_ALPHA,
@@ -160,13 +162,19 @@ def check_objects(cluster: Cluster, manifests: Manifests) -> Iterator[Finding]:
         kind, name = find_kind(body), body["metadata"]["name"]
         what = f"{kind.kind} {name}"
         try:
-            live = cluster.get(kind, name)
+            try:
+                live = cluster.get(kind, name)
+            except KindMissing:
+                if kind != DGD:
+                    raise
+                kind, body = DGD_ALPHA, convert(body, DGD_ALPHA.version).graph
+                live = cluster.get(kind, name)
             if live is None:
                 cluster.create(kind, body, dry_run=True)
                 yield Finding(what, True, "the cluster accepts it")
                 continue
             cluster.check_owner(kind, body, live)
-            drift = cluster.diff_fields(kind, body)
+            drift = find_drift(cluster, kind, body)
         except (KindMissing, NamespaceMissing):
             continue  # said above
         except RollwayError as error:

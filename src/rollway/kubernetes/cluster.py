@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from rollway.kubernetes.connection import (
     Connection,
     open_connection,
 )
-from rollway.kubernetes.drift import FieldDrift, compare_objects
 from rollway.kubernetes.kinds import POD, SERVICE, Kind, Object
 from rollway.kubernetes.names import FIELD_MANAGER, RUN_LABEL
 from rollway.kubernetes.refusals import Refusal, explain
@@ -222,7 +221,18 @@ class Cluster:
             live = self.get(kind, name)
         if live is not None:
             self.check_owner(kind, body, live)
-        return self._apply(kind, body, dry_run=dry_run, force=force)
+        query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
+        query |= {"fieldValidation": "Strict"}
+        query |= {"dryRun": "All"} if dry_run else {}
+        applied: Object = self._ask(
+            "PATCH",
+            kind,
+            name,
+            body={"apiVersion": kind.api_version, "kind": kind.kind, **body},
+            query=query,
+            content_type="application/apply-patch+yaml",
+        )
+        return applied
 
     def check_owner(self, kind: Kind, body: Object, live: Object) -> None:
         """Raise Conflict unless `live` belongs to the run of `body` and will stay."""
@@ -238,7 +248,7 @@ class Cluster:
             )
         if meta.get("deletionTimestamp"):
             raise Conflict(
-                f"{subject} is still being deleted{_name_finalizers(meta)}.",
+                f"{subject} is still being deleted{name_finalizers(meta)}.",
                 "Wait until it is gone, then run the command again.",
             )
 
@@ -314,71 +324,7 @@ class Cluster:
         body |= {} if grace_seconds is None else {"gracePeriodSeconds": grace_seconds}
         return self._ask("DELETE", kind, name, body=body) is not None
 
-    def wait_until_gone(
-        self, kind: Kind, names: Sequence[str], timeout: float, *, labels: str = ""
-    ) -> None:
-        """Wait until none of these objects is left.
-
-        Raises:
-            ClusterError: some are left after `timeout` seconds; it names the finalizers that hold
-                them.
-        """
-        fields = f"metadata.name={names[0]}" if len(names) == 1 else ""
-        selection = Selection(kind, labels, fields, metadata_only=True)
-        objects, version = self.list_selection(selection)
-        left = {e["metadata"]["name"]: e for e in objects if e["metadata"]["name"] in names}
-        if not left:
-            return
-        stop = threading.Event()
-        timer = threading.Timer(timeout, stop.set)
-        timer.daemon = True
-        timer.start()
-        try:
-            for change in Watch(self, selection, stop, start=(objects, version)):
-                if change.type == "DELETED":
-                    left.pop(change.name, None)
-                elif change.name in names:
-                    left[change.name] = change.object
-                if not left:
-                    return
-        finally:
-            timer.cancel()
-            stop.set()
-        shown = ", ".join(
-            f"{name}{_name_finalizers(entry['metadata'])}" for name, entry in left.items()
-        )
-        raise ClusterError(
-            f"{kind.kind}s are not gone after {timeout:.0f} s: {shown}.",
-            "The controller that set the finalizer must remove it: look at its log.",
-        )
-
-    def diff_fields(self, kind: Kind, body: Object) -> Sequence[FieldDrift]:
-        """Return the fields that applying `body` would change: our own ones, no defaults.
-
-        The API server applies it as a dry run, so defaults and fields of others are never drift.
-        """
-        live = self.get(kind, body["metadata"]["name"])
-        if live is None:
-            return [FieldDrift("", None, body)]
-        wanted = self._apply(kind, body, dry_run=True, force=True)
-        return compare_objects(live, wanted)
-
     # --- inside -------------------------------------------------------------------------------
-
-    def _apply(self, kind: Kind, body: Object, *, dry_run: bool, force: bool) -> Object:
-        query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
-        query |= {"fieldValidation": "Strict"}
-        query |= {"dryRun": "All"} if dry_run else {}
-        answer = self._ask(
-            "PATCH",
-            kind,
-            body["metadata"]["name"],
-            body={"apiVersion": kind.api_version, "kind": kind.kind, **body},
-            query=query,
-            content_type="application/apply-patch+yaml",
-        )
-        applied: Object = answer
-        return applied
 
     def _ask(
         self,
@@ -446,6 +392,7 @@ class Cluster:
         return answer.status, answer.data
 
 
-def _name_finalizers(meta: Mapping[str, Any]) -> str:
+def name_finalizers(meta: Mapping[str, Any]) -> str:
+    """Return what holds an object that is to be deleted, in brackets; empty for nothing."""
     finalizers = meta.get("finalizers") or []
     return f" (held by finalizer {', '.join(finalizers)})" if finalizers else ""

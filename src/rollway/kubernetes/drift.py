@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollway.kubernetes.kinds import Object
+from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.kinds import Kind, Object
 
 _VOLATILE = frozenset(
     {"managedFields", "resourceVersion", "generation", "creationTimestamp", "uid", "selfLink"}
@@ -24,6 +25,18 @@ class FieldDrift:
 
     def __str__(self) -> str:
         return f"{self.path}: {json.dumps(self.live)} -> {json.dumps(self.wanted)}"
+
+
+def find_drift(cluster: Cluster, kind: Kind, body: Object) -> list[FieldDrift]:
+    """Return the fields that applying `body` would change: our own ones, no defaults.
+
+    The API server applies it as a dry run, so defaults and fields of others are never drift.
+    """
+    live = cluster.get(kind, body["metadata"]["name"])
+    if live is None:
+        return [FieldDrift("", None, body)]
+    # Whose object it is does not matter here: nothing is changed.
+    return compare_objects(live, cluster.apply(kind, body, dry_run=True, force=True, live=None))
 
 
 def compare_objects(live: Object, wanted: Object) -> list[FieldDrift]:

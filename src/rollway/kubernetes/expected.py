@@ -1,13 +1,15 @@
-"""What the spec of a DynamoGraphDeployment asks for: pods, workers, models, a frontend."""
+"""What the spec of a DynamoGraphDeployment asks for: pods, workers, models, a frontend; and what of
+this its frontend lists."""
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollway.kubernetes.names import Object, find_frontend
+from rollway.kubernetes.names import Object, find_frontend, is_worker_namespace
 
 _WORKER_TYPES = frozenset({"worker", "prefill", "decode"})
 _MODEL_FLAGS = ("--served-model-name", "--model-name")
@@ -74,3 +76,29 @@ def _find_models(words: Sequence[str]) -> Iterable[str]:
         # A variable is known in the pod only.
         if flag in _MODEL_FLAGS and name and "$" not in name:
             yield name
+
+
+def count_workers(body: bytes, namespace: str, graph: Object) -> int | None:
+    """Return how many workers of a graph a frontend's `/health` lists; None without a listing."""
+    name = graph["metadata"]["name"]
+    status = graph.get("status") or {}
+    components = status.get("components") or status.get("services") or {}
+    reported = {part.get("runtimeNamespace") for part in components.values()}
+
+    def is_ours(entry: Mapping[str, Any]) -> bool:
+        where = str(entry.get("namespace"))
+        return where in reported or is_worker_namespace(where, namespace, name)
+
+    try:
+        workers = [e for e in json.loads(body)["instances"] if e.get("endpoint") == "generate"]
+        return len({entry["instance_id"] for entry in workers if is_ours(entry)})
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def read_models(body: bytes) -> list[str] | None:
+    """Return the models that a frontend's `/v1/models` lists; None without a listing."""
+    try:
+        return [str(entry["id"]) for entry in json.loads(body)["data"]]
+    except (ValueError, LookupError, TypeError):
+        return None

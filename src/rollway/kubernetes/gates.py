@@ -13,7 +13,6 @@ first two gates, and once a second at most.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +22,12 @@ from typing import Any
 from rollway.errors import ClusterError, Forbidden, NotReady, RollwayError
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.connection import Unavailable
-from rollway.kubernetes.expected import read_expected
+from rollway.kubernetes.expected import count_workers, read_expected, read_models
 from rollway.kubernetes.kinds import EVENT, POD, Kind, Object, find_kind
 from rollway.kubernetes.names import (
     DGD_LABEL,
     HTTP_PORT,
     RUN_LABEL,
-    is_worker_namespace,
     select_pods,
     select_run,
 )
@@ -254,13 +252,13 @@ class Gates:
             return f"its frontend answers {status}"
         if status == 404:  # it serves HTTP, and has no listing
             return ""
-        workers = _count_workers(body, self._cluster.namespace, live)
+        workers = count_workers(body, self._cluster.namespace, live)
         if workers is not None and workers < expected.workers:
             return f"its frontend lists {workers} of {expected.workers} workers"
         status, body = self._ask(expected.frontend, "/v1/models")
         if status in _DOWN:
             return f"its frontend answers {status}"
-        listed = _read_models(body) if status < 300 else None
+        listed = read_models(body) if status < 300 else None
         if listed is None:
             return ""
         missing = [model for model in expected.models if model not in listed]
@@ -380,27 +378,3 @@ def _describe_pod(pod: Object) -> str:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return f"not scheduled ({condition.get('message') or condition.get('reason')})"
     return _find_wait(pod) or f"phase {pod['status'].get('phase')}, not ready"
-
-
-def _count_workers(body: bytes, namespace: str, graph: Object) -> int | None:
-    """Return how many workers of a graph a frontend's `/health` lists; None without a listing."""
-    name = graph["metadata"]["name"]
-    components = (graph.get("status") or {}).get("components") or {}
-    reported = {part.get("runtimeNamespace") for part in components.values()}
-
-    def is_ours(entry: Mapping[str, Any]) -> bool:
-        where = str(entry.get("namespace"))
-        return where in reported or is_worker_namespace(where, namespace, name)
-
-    try:
-        workers = [e for e in json.loads(body)["instances"] if e.get("endpoint") == "generate"]
-        return len({entry["instance_id"] for entry in workers if is_ours(entry)})
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None
-
-
-def _read_models(body: bytes) -> list[str] | None:
-    try:
-        return [str(entry["id"]) for entry in json.loads(body)["data"]]
-    except (ValueError, LookupError, TypeError):
-        return None

@@ -139,34 +139,38 @@ def _read_user_defaults() -> Object:
 def _resolve_paths(data: Object, source: Path) -> Object:
     """Make the paths that a file names absolute; raise SpecError if one leads out of its folder."""
     folder = source.resolve().parent
-    for key, field, value in _list_paths(data):
-        resolved = (folder / value).resolve()
+    for where, part, field in _list_paths(data):
+        resolved = (folder / part[field]).resolve()
         if not resolved.is_relative_to(folder):
             raise SpecError(
-                f"`dynamo.{key}.{field}`: {value} is outside of {folder}, the folder of "
-                f"{source.name}.",
+                f"`{where}`: {part[field]} is outside of {folder}, the folder of {source.name}.",
                 "Put the file beside it, or below it.",
             )
-        data["dynamo"][key][field] = str(resolved)
+        part[field] = str(resolved)
     return data
 
 
 def _resolve_overrides(data: Object) -> None:
     """Make what `--set` names absolute. Whoever types a path may name any."""
-    for key, field, value in _list_paths(data):
-        data["dynamo"][key][field] = str(Path(value).resolve())
+    for _, part, field in _list_paths(data):
+        part[field] = str(Path(part[field]).resolve())
 
 
-def _list_paths(data: Object) -> list[tuple[str, str, str]]:
-    section = data.get("dynamo")
-    if not isinstance(section, dict):
-        return []
-    return [
-        (key, field, part[field])
-        for key, part in section.items()
-        if isinstance(part, dict)
+def _list_paths(data: Object) -> list[tuple[str, Object, str]]:
+    """Return the fields that name files of this machine: each by name, its mapping and its key."""
+    graphs, launch = data.get("dynamo"), data.get("launch")
+    parts = [
+        (f"dynamo.{key}", part, field)
+        for key, part in (graphs.items() if isinstance(graphs, dict) else ())
         for field in ("manifest", "stack")
-        if isinstance(part.get(field), str)
+    ]
+    code = launch.get("code") if isinstance(launch, dict) else None
+    if isinstance(code, dict) and code.get("source") == "upload":
+        parts.append(("launch.code", code, "path"))
+    return [
+        (f"{name}.{field}", part, field)
+        for name, part, field in parts
+        if isinstance(part, dict) and isinstance(part.get(field), str)
     ]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from rollway.errors import ClusterError, RunExists, UsageError
 from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.drift import find_drift
 from rollway.kubernetes.driver import (
     JOB_ENDED,
     Dashboard,
@@ -25,6 +26,7 @@ from rollway.kubernetes.driver import (
     find_dashboard,
     is_provisioned,
 )
+from rollway.kubernetes.entrypoint import resolve_entrypoint
 from rollway.kubernetes.jobs import make_entrypoint, make_runtime_env
 from rollway.kubernetes.kinds import RAYCLUSTER, Object
 from rollway.kubernetes.spec import TRAINING
@@ -74,7 +76,7 @@ class ClusterRun:
         body = run.manifests.clusters[TRAINING]
         run.report(f"create RayCluster {body['metadata']['name']}")
         live, existed = run.create_or_take_up(RAYCLUSTER, body)
-        if existed and (drift := self._cluster.diff_fields(RAYCLUSTER, body)):
+        if existed and (drift := find_drift(self._cluster, RAYCLUSTER, body)):
             raise RunExists(
                 f"RayCluster {body['metadata']['name']} exists with other fields: "
                 f"{', '.join(field.path for field in drift)}.",
@@ -153,8 +155,9 @@ def start_daemon(run: Run, role: str, ray_cluster: Object) -> None:
         return
     dashboard = find_dashboard(run.cluster, ray_cluster)
     run.report(f"start the daemon of {role}")
+    field = f"kuberay.{role}.daemon.entrypoint"
     dashboard.submit(
-        f"{run.name}-{role}", daemon.entrypoint,
+        f"{run.name}-{role}", resolve_entrypoint(daemon.entrypoint, run.manifests.names, field),
         runtime_env={"env_vars": daemon.env} if daemon.env else None,
     )  # fmt: skip
     if daemon.health is not None:

@@ -32,6 +32,8 @@ KEY_LABEL = "rollway.dev/key"
 """The part of the infra file that it comes from: dynamo.KEY, kuberay.ROLE or deployments.KEY."""
 DGD_LABEL = "nvidia.com/dynamo-graph-deployment-name"
 """The operator's label on the pods of a DynamoGraphDeployment."""
+RAY_LABEL = "ray.io/cluster"
+"""KubeRay's label on the pods of a RayCluster."""
 
 HTTP_PORT, LISTING_PORT, SYSTEM_PORT = 8000, 8001, 9090
 """Where a frontend serves the OpenAI API and lists RL workers, and a worker its admin routes."""
@@ -62,6 +64,11 @@ def select_run(name: str) -> str:
 def select_pods(graphs: list[str]) -> str:
     """Return the label selector of the pods of some DynamoGraphDeployments."""
     return f"{DGD_LABEL} in ({','.join(sorted(graphs))})"
+
+
+def select_ray_pods(clusters: list[str]) -> str:
+    """Return the label selector of the pods of some RayClusters."""
+    return f"{RAY_LABEL} in ({','.join(sorted(clusters))})"
 
 
 def make_labels(run: str, key: str) -> dict[str, str]:

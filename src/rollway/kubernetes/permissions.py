@@ -52,10 +52,12 @@ VIEWER = (
     Permission(EVENT, ("list",), "why a pod waits"),
     Permission(POD, ("get",), "logs", "log"),
 )
-"""`status` and `logs`."""
+"""`status` and `logs`. Through the proxies one may also send orders, so a viewer has none, and sees
+neither the third gate nor the versions of workers."""
 USER = (
     *VIEWER,
     Permission(SERVICE, _ASK, "third gate, Ray's dashboard, from outside", "proxy"),
+    Permission(POD, ("get", "create"), "versions of workers, from outside", "proxy"),
     Permission(DGD, _WRITE, "inference, and its owner"),
     Permission(RAYJOB, _WRITE, "the training job"),
     Permission(RAYCLUSTER, _WRITE, "long-lived clusters"),

@@ -9,9 +9,8 @@ from rollway.errors import ClusterError, UsageError
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.driver import JOB_ENDED, find_dashboard
 from rollway.kubernetes.kinds import DGD, POD, RAYCLUSTER, RAYJOB, Object
-from rollway.kubernetes.names import KEY_LABEL, RUN_LABEL, select_pods, select_run
+from rollway.kubernetes.names import KEY_LABEL, RAY_LABEL, RUN_LABEL, select_pods, select_run
 from rollway.kubernetes.spec import TRAINING
-from rollway.kubernetes.status import RAY_LABEL
 from rollway.kubernetes.teardown import list_kind
 
 ROLES = ("driver", "head", "workers", "frontend")

@@ -33,6 +33,7 @@ from contextlib import nullcontext
 
 from rollway.errors import ClusterError, RunExists, UsageError
 from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.drift import find_drift
 from rollway.kubernetes.driver import ENDED, ensure_driver, make_ended_error
 from rollway.kubernetes.jobs import explain_no_suspend
 from rollway.kubernetes.kinds import RAYCLUSTER, RAYJOB, Object
@@ -185,7 +186,7 @@ class JobRun:
             )
         suspend = bool(live["spec"].get("suspend"))
         asked = {**self._job, "spec": {**self._job["spec"], "suspend": suspend}}
-        drift = self._cluster.diff_fields(RAYJOB, asked)
+        drift = find_drift(self._cluster, RAYJOB, asked)
         if drift:
             paths = ", ".join(field.path for field in drift)
             raise RunExists(

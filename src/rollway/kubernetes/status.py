@@ -26,12 +26,18 @@ from rollway.kubernetes.kinds import (
     Kind,
     Object,
 )
-from rollway.kubernetes.names import DGD_LABEL, KEY_LABEL, find_frontend, select_pods, select_run
+from rollway.kubernetes.names import (
+    DGD_LABEL,
+    KEY_LABEL,
+    RAY_LABEL,
+    find_frontend,
+    select_pods,
+    select_ray_pods,
+    select_run,
+)
 from rollway.kubernetes.teardown import list_objects
 from rollway.kubernetes.waits import explain_deployment
 
-RAY_LABEL = "ray.io/cluster"
-"""KubeRay's label on the pods of a RayCluster."""
 _MOST_EVENTS = 20
 """Pods whose events are asked for, one request each."""
 
@@ -194,7 +200,7 @@ def _list_pods(
     graphs = [body["metadata"]["name"] for kind, body in objects if kind.kind == DGD.kind]
     rays = [body["metadata"]["name"] for kind, body in objects if kind == RAYCLUSTER]
     selectors = [select_pods(graphs)] if graphs else []
-    selectors += [f"{RAY_LABEL} in ({','.join(sorted(rays))})"] if rays else []
+    selectors += [select_ray_pods(rays)] if rays else []
     if any(kind == DEPLOYMENT for kind, _ in objects):
         selectors.append(f"{select_run(run)},!{RAY_LABEL},!{DGD_LABEL}")
     pods: dict[str, Object] = {}

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from rollway.errors import Conflict, KindMissing, RollwayError, RunExists
 from rollway.kubernetes import gates
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.conversion import convert
+from rollway.kubernetes.drift import find_drift
 from rollway.kubernetes.driver import Driver
 from rollway.kubernetes.kinds import DGD, DGD_ALPHA, RAYJOB, Kind, Object, find_kind
 from rollway.kubernetes.manifests import Manifests
@@ -25,6 +26,7 @@ from rollway.kubernetes.waits import (
     make_deleted_error,
     wait_for_answer,
     wait_for_deployments,
+    wait_until_gone,
 )
 
 Order = Literal["auto", "suspended", "inference-first"]
@@ -165,7 +167,7 @@ class Run:
             self.check_is_ours(kind, live)
             if "deletionTimestamp" in live["metadata"]:
                 self.report(f"wait for the {kind.kind} {name} of before, which is going away")
-                self.cluster.wait_until_gone(kind, [name], waits.left)
+                wait_until_gone(self.cluster, kind, [name], waits.left)
             else:
                 return live, True
 
@@ -193,7 +195,7 @@ class Run:
             live["metadata"]["deletionTimestamp"] = "now"
         if live is not None and "deletionTimestamp" in live["metadata"]:
             self.report(f"wait for the {kind.kind} {name} of before, which is going away")
-            self.cluster.wait_until_gone(kind, [name], self.limits.gone)
+            wait_until_gone(self.cluster, kind, [name], self.limits.gone)
             live = None
         applied = self.cluster.apply(kind, body, live=live)
         self.report(f"applied {kind.kind} {name}")
@@ -220,13 +222,17 @@ class Run:
 
     def check_graphs(self, owner: Object) -> None:
         """Raise RunExists if graphs that a killed CLI left are not those that are asked for."""
-        there = self.cluster.list_by_name(DGD)
+        try:
+            there = self.cluster.list_by_name(DGD)
+        except KindMissing:
+            self._convert_graphs()
+            there = self.cluster.list_by_name(DGD_ALPHA)
         for body in self.manifests.graphs.values():
             name = body["metadata"]["name"]
             if name not in there or "deletionTimestamp" in there[name]["metadata"]:
                 continue
             self.check_is_ours(DGD, there[name])
-            if drift := self.cluster.diff_fields(find_kind(body), add_owner(body, owner)):
+            if drift := find_drift(self.cluster, find_kind(body), add_owner(body, owner)):
                 paths = ", ".join(field.path for field in drift)
                 raise RunExists(
                     f"Run {self.name} exists with another graph {name}: {paths}.",
@@ -234,25 +240,28 @@ class Run:
                 )
 
     def bring_up_graphs(self, owner: Object | None) -> None:
-        graphs = list(self.manifests.graphs.values())
-        if not graphs:
+        if not self.manifests.graphs:
             return
         try:
-            live = self.apply_all(graphs, owner)
+            live = self.apply_all(list(self.manifests.graphs.values()), owner)
         except KindMissing:
-            live = self.apply_all([self._convert(body) for body in graphs], owner)
+            self._convert_graphs()
+            live = self.apply_all(list(self.manifests.graphs.values()), owner)
         self.finish("graphs applied")
         self.result.graphs = [body["metadata"]["name"] for body in live]
         if self.waits:
             self.wait_for_gates(live)
 
-    def _convert(self, graph: Object) -> Object:
-        """Return a graph in the version that an old operator serves."""
-        conversion = convert(graph, DGD_ALPHA.version)
-        for loss in conversion.losses:
-            name = graph["metadata"]["name"]
-            self.report(f"warning: graph {name} loses `{loss}` in {DGD_ALPHA.version}")
-        return conversion.graph
+    def _convert_graphs(self) -> None:
+        """Go on with the graphs in the version that an old operator serves."""
+        graphs = {}
+        for key, graph in self.manifests.graphs.items():
+            conversion = convert(graph, DGD_ALPHA.version)
+            for loss in conversion.losses:
+                name = graph["metadata"]["name"]
+                self.report(f"warning: graph {name} loses `{loss}` in {DGD_ALPHA.version}")
+            graphs[key] = conversion.graph
+        self.manifests = replace(self.manifests, graphs=graphs)
 
     def wait_for_gates(self, graphs: list[Object]) -> None:
         names = ", ".join(body["metadata"]["name"] for body in graphs)

@@ -8,7 +8,7 @@ its user manages is not ours.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,16 @@ from rollway.kubernetes.kinds import (
     SERVICE,
     Kind,
     Object,
+    find_kind,
 )
-from rollway.kubernetes.names import KEY_LABEL, RUN_LABEL, select_pods, select_run
-from rollway.kubernetes.waits import Deadline
+from rollway.kubernetes.names import (
+    KEY_LABEL,
+    RUN_LABEL,
+    select_pods,
+    select_ray_pods,
+    select_run,
+)
+from rollway.kubernetes.waits import Deadline, wait_until_gone
 
 Report = Callable[[str], None]
 
@@ -47,9 +54,11 @@ class Removal:
 
 
 def list_objects(cluster: Cluster, name: str) -> Iterator[tuple[Kind, Object]]:
-    """Yield the objects with the label of a run, in the order in which they are deleted."""
+    """Yield the objects with the label of a run, in the order in which they are deleted, each with
+    its kind in the version that the server serves."""
     for kind in ORDER:
-        yield from ((kind, body) for body in list_kind(cluster, kind, select_run(name)))
+        for body in list_kind(cluster, kind, select_run(name)):
+            yield (find_kind(body) if kind == DGD else kind), body
 
 
 def list_kind(cluster: Cluster, kind: Kind, labels: str) -> list[Object]:
@@ -82,7 +91,7 @@ def take_down(
     keys: Collection[str] = (),
     report: Report = lambda _: None,
 ) -> Removal:
-    """Delete the objects of a run and wait until they, and the pods of its graphs, are gone.
+    """Delete the objects of a run and wait until they, and the pods of graphs and Ray, are gone.
 
     `keep` has UIDs that stay, `keys` the values of the key label to which the deletion is limited.
     """
@@ -103,25 +112,34 @@ def take_down(
 def _wait_until_gone(
     cluster: Cluster, chosen: list[tuple[Kind, Object]], deadline: Deadline, report: Report
 ) -> None:
+    selectors = []
     for kind in ORDER:
-        names = [body["metadata"]["name"] for each, body in chosen if each == kind]
+        same = [(each, body) for each, body in chosen if each.kind == kind.kind]
+        names = {str(body["metadata"]["name"]) for _, body in same}
         if kind == RAYCLUSTER:
             # KubeRay names the cluster of a job; the garbage collector deletes it with the job.
-            jobs = (body for each, body in chosen if each == RAYJOB)
-            cluster_names = (body.get("status", {}).get("rayClusterName") for body in jobs)
-            names += filter(None, cluster_names)
-        if names:
-            report(f"wait until {kind.kind} {', '.join(sorted(set(names)))} is gone")
-            cluster.wait_until_gone(kind, sorted(set(names)), deadline.left)
-    graphs = [body["metadata"]["name"] for each, body in chosen if each.kind == DGD.kind]
-    if graphs:
-        # Their GPUs are free when the pods are gone, not when the graphs are.
-        labels = select_pods(graphs)
+            names |= {*_list_clusters(body for each, body in chosen if each == RAYJOB)}
+        if not names:
+            continue
+        report(f"wait until {kind.kind} {', '.join(sorted(names))} is gone")
+        wait_until_gone(cluster, same[0][0] if same else kind, sorted(names), deadline.left)
+        if kind in (RAYCLUSTER, DGD):
+            selectors.append((select_pods if kind == DGD else select_ray_pods)(sorted(names)))
+    # GPUs are free when the pods are gone, not when their owners are.
+    for labels in selectors:
         bodies, _ = cluster.list(POD, labels=labels, metadata_only=True)
         pods = [body["metadata"]["name"] for body in bodies]
         if pods:
             report(f"wait until {len(pods)} pods are gone")
-            cluster.wait_until_gone(POD, pods, deadline.left, labels=labels)
+            wait_until_gone(cluster, POD, pods, deadline.left, labels=labels)
+
+
+def _list_clusters(jobs: Iterable[Object]) -> Iterator[str]:
+    """Yield the names of the clusters that KubeRay made for jobs; one that a job selects stays."""
+    for job in jobs:
+        name = (job.get("status") or {}).get("rayClusterName")
+        if name and not job["spec"].get("clusterSelector"):
+            yield str(name)
 
 
 def find_runs(cluster: Cluster) -> list[str]:

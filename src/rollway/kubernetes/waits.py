@@ -1,17 +1,18 @@
-"""Wait for one object of the API server to change, with one watch and a limit."""
+"""Wait for objects of the API server to change or to go, with one watch and a limit."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rollway.errors import ClusterError
-from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.cluster import Cluster, name_finalizers
 from rollway.kubernetes.kinds import DEPLOYMENT, Kind, Object
 from rollway.kubernetes.names import select_run
 from rollway.kubernetes.spec import HealthSpec
-from rollway.kubernetes.watches import Follower, Selection
+from rollway.kubernetes.watches import Follower, Selection, Watch
 
 T = TypeVar("T")
 
@@ -76,6 +77,43 @@ def wait_for(
     raise ClusterError(
         f"{kind.kind} {name} {what} within {timeout:.0f} s: {describe_state(last)}.",
         "Look at `rollway k8s status`, and at the log of the operator that answers for it.",
+    )
+
+
+def wait_until_gone(
+    cluster: Cluster, kind: Kind, names: Sequence[str], timeout: float, *, labels: str = ""
+) -> None:
+    """Wait until none of these objects is left.
+
+    Raises:
+        ClusterError: some are left after `timeout` seconds; it names the finalizers that hold
+            them.
+    """
+    fields = f"metadata.name={names[0]}" if len(names) == 1 else ""
+    selection = Selection(kind, labels, fields, metadata_only=True)
+    objects, version = cluster.list_selection(selection)
+    left = {e["metadata"]["name"]: e for e in objects if e["metadata"]["name"] in names}
+    if not left:
+        return
+    stop = threading.Event()
+    timer = threading.Timer(timeout, stop.set)
+    timer.daemon = True
+    timer.start()
+    try:
+        for change in Watch(cluster, selection, stop, start=(objects, version)):
+            if change.type == "DELETED":
+                left.pop(change.name, None)
+            elif change.name in names:
+                left[change.name] = change.object
+            if not left:
+                return
+    finally:
+        timer.cancel()
+        stop.set()
+    shown = ", ".join(f"{name}{name_finalizers(entry['metadata'])}" for name, entry in left.items())
+    raise ClusterError(
+        f"{kind.kind}s are not gone after {timeout:.0f} s: {shown}.",
+        "The controller that set the finalizer must remove it: look at its log.",
     )
 
 

@@ -129,6 +129,18 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
         load_infra(infra=file)
 
 
+def test_uploaded_code_is_beside_the_file(tmp_path: Path) -> None:
+    code = {"source": "upload", "path": "code"}
+    file = write(tmp_path / "a" / "infra.yaml", {"launch": {"code": code}})
+    assert load_infra(infra=file).launch.code.path == str(tmp_path / "a" / "code")
+    file = write(tmp_path / "a" / "infra.yaml", {"launch": {"code": {**code, "path": ".."}}})
+    with pytest.raises(SpecError, match=r"launch.code.path.*is outside of"):
+        load_infra(infra=file)
+    code = {"source": "volume", "path": "/code"}  # of the pods
+    file = write(tmp_path / "a" / "infra.yaml", {"launch": {"code": code}})
+    assert load_infra(infra=file).launch.code.path == "/code"
+
+
 def test_targets_name_the_parts() -> None:
     data = {"dynamo": {"policy": {"manifest": "a"}}, "deployments": {"gym": {"spec": {"a": 1}}}}
     infra = parse_infra({**SMALL, **data})

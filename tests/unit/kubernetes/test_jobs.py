@@ -156,14 +156,18 @@ def test_what_yaml_names_twice_is_changed_once() -> None:
 
 
 def test_only_pods_with_gpus_claim_devices() -> None:
-    infra = make_infra(networking={"roce": {"template": "roce-8"}})
+    domain = {"template": "nvlink", "name": "channel"}
+    infra = make_infra(networking={"roce": {"template": "roce-8"}, "compute_domain": domain})
     group = infra.kuberay["training"].spec["workerGroupSpecs"][0]["template"]["spec"]
     group["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 8}}
     cluster = render_all(infra).jobs["training"]["spec"]["rayClusterSpec"]
     assert "resourceClaims" not in cluster["headGroupSpec"]["template"]["spec"]
     pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
-    assert pod["resourceClaims"] == [{"name": "roce", "resourceClaimTemplateName": "roce-8"}]
-    assert pod["containers"][0]["resources"]["claims"] == [{"name": "roce"}]
+    assert pod["resourceClaims"] == [
+        {"name": "roce", "resourceClaimTemplateName": "roce-8"},
+        {"name": "channel", "resourceClaimTemplateName": "nvlink"},
+    ]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "roce"}, {"name": "channel"}]
 
 
 def test_queues_reach_what_schedulers_read() -> None:

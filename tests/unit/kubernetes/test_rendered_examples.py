@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +89,20 @@ def test_the_planner_has_four_gpus_and_an_adapter_to_scale() -> None:
     assert config["max_gpu_budget"] == 4
     assert config["optimization_target"] == "load"
     assert config["decode_scale_up_kv_rate"] > config["decode_scale_down_kv_rate"]
+
+
+def test_the_planner_itself_reads_its_configuration() -> None:
+    """ai-dynamo's own model of it, which ignores what it does not know: every key must be known."""
+    pytest.importorskip("dynamo.runtime")
+    graph = render("planner", "v1beta1").graphs["policy"]
+    [planner] = (part for part in graph["spec"]["components"] if part["name"] == "Planner")
+    text = planner["podTemplate"]["spec"]["containers"][0]["args"][1]
+    command = [sys.executable, "-m", "tests.kubernetes.planner_client", "config", text]
+    paths = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    ended = subprocess.run(command, env=paths, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    known, wanted = json.loads(ended.stdout.splitlines()[-1]), yaml.safe_load(text)
+    assert {key: known.get(key) for key in wanted} == wanted
 
 
 if __name__ == "__main__":
