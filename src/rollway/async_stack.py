@@ -21,6 +21,7 @@ from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import Http
 from rollway.observe.record import Recorder as RunRecorder
+from rollway.observe.traces import open_tracer
 from rollway.orders import read_stack_secret
 from rollway.publishing import AsyncPublisher, PublisherOptions, Transport, open_for_stack
 from rollway.rollout.client import Rollouts
@@ -71,8 +72,10 @@ class Stack:
         self._secret = secret
         self._fleets = {model: self._make_fleet(model) for model in models}
         self._history = self._open_history()
+        self.tracer = open_tracer()
+        """Makes spans of refits and rollouts; None unless OpenTelemetry's variables are set."""
         for fleet in self._fleets.values():
-            fleet.history = self._history
+            fleet.history, fleet.tracer = self._history, self.tracer
         self._watchers: list[asyncio.Task[None]] = []
         self._publishers: WeakKeyDictionary[Publisher, str] = WeakKeyDictionary()
 
@@ -130,6 +133,8 @@ class Stack:
         """Write the rest of this process's part of the record."""
         if self._history is not None:
             self._history.close()
+        if self.tracer is not None:
+            self.tracer.flush()
 
     def read_state(self) -> StackState | None:
         """Read the state of the processes; None for a stack that Rollway did not start."""
@@ -223,6 +228,7 @@ class Stack:
             **remaining,
         )
         client.tally = None if self._history is None else self._history.tally
+        client.tracer = self.tracer
         return client
 
     async def context_length(self, model: str | None = None) -> int:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
+from rollway.observe import traces
 from rollway.observe.record import Recorder
 
 _recorders: WeakSet[Recorder] = WeakSet()
@@ -81,13 +82,33 @@ def step(number: int) -> Iterator[Step]:
     _current = current
     began = time.monotonic()
     try:
-        yield current
+        with _trace(number):
+            yield current
     finally:
         _current = before
         seconds = time.monotonic() - began
         parts = current.divide(seconds)
         for recorder in list(_recorders):
             recorder.write("trainer", step=number, seconds=seconds, parts=parts)
+
+
+@contextmanager
+def _trace(number: int) -> Iterator[None]:
+    """Make a span of the step, the parent of its rollouts and refits, if traces are on."""
+    tracer = traces.open_tracer()
+    if tracer is None:
+        yield
+        return
+    span = tracer.begin("rollway.step")
+    before = traces.set_parent(span)
+    try:
+        yield
+    except BaseException as error:
+        span.error = str(error) or type(error).__name__
+        raise
+    finally:
+        traces.set_parent(before)
+        span.finish({"rollway.step": number})
 
 
 def note_mismatch(

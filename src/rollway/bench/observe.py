@@ -1,0 +1,129 @@
+"""`rollway bench observe`: what recording, sampling, a dashboard and traces cost.
+
+    mockers    rollouts at the client's limit: all of it on, against all of it off
+    vllm       the same with vLLM workers
+    off        the client's own time per rollout, against the same code without a line for observing
+    observer   CPU of the sampling process with all workers of a stack file, against 4 of them
+    memory     the sampling process and a dashboard over a day of samples
+    page       a page in Chromium: 128 workers and a day, against 4 workers and an hour
+    report     `rollway report` of that day
+
+Arms alternate, and a ratio is the median of the rounds' ratios. A part that cannot run here says
+why, and the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollway.bench import Say, round_floats
+from rollway.bench.observe_traffic import Load, measure_throughput
+from rollway.config import StackSpec
+from rollway.demo.placement import choose_shared_gpu
+from rollway.errors import RollwayError, require
+
+PARTS = ("mockers", "vllm", "off", "observer", "memory", "page", "report")
+LIMITS = {
+    "mockers": ("at least", 0.98),
+    "vllm": ("at least", 0.98),
+    "off": ("at least", 0.995),
+    "observer": ("at most", 20.0),
+    "core": ("at most", 0.05),
+    "memory": ("at most", 1.15),
+    "click": ("at most", 3.0),
+    "load_kb": ("at most", 250.0),
+    "live_kb": ("at most", 50.0),
+    "report_seconds": ("at most", 30.0),
+    "report_mb": ("at most", 300.0),
+}
+_SHARE = 0.05
+"""Of a GPU's memory for each of the workers, of two stacks, that share it."""
+Figures = dict[str, Any]
+
+
+@dataclass(slots=True)
+class ObserveBench:
+    """A run, and what it has measured so far."""
+
+    build_model: Callable[[], Path]
+    """Returns the demo's model."""
+    say: Say
+    spec: StackSpec | None = None
+    """The stack of many workers, for the part `observer`."""
+    rounds: int = 20
+    workers: int = 2
+    """The number of vLLM workers of each stack."""
+    tokens: int = 32
+    """The length of vLLM's answers."""
+    figures: Figures = field(default_factory=dict)
+
+    def run(self, parts: Sequence[str] = PARTS) -> None:
+        """Measure these parts, in the order of `PARTS`."""
+        for part in PARTS:
+            if part in parts:
+                figures = self.figures.setdefault(part, {})
+                try:
+                    getattr(self, f"_measure_{part}")(figures)
+                except RollwayError as error:
+                    figures["skipped"] = str(error)
+                    self.say(f"{part}: skipped: {error}")
+
+    def _measure_mockers(self, figures: Figures) -> None:
+        require("dynamo")
+        # They answer as fast as they can, so that the client is the limit.
+        args = {"max-model-len": 4096, "speedup-ratio": 1000.0}
+        load = Load(seconds=4.0, at_once=64, prompt_tokens=128, max_tokens=16)
+        self._measure_throughput("mocker", {"replicas": 1, "args": args}, load, figures)
+
+    def _measure_vllm(self, figures: Figures) -> None:
+        require("dynamo", "vllm")
+        from rollway.stack.preset import list_gpus
+
+        args: dict[str, Any] = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 128}
+        model: dict[str, Any] = {"replicas": self.workers}
+        if gpus := list_gpus():
+            # Two stacks: so many workers at once.
+            model["env"] = choose_shared_gpu(gpus, 2 * self.workers)
+            args["gpu-memory-utilization"] = _SHARE
+        load = Load(seconds=8.0, at_once=64, prompt_tokens=64, max_tokens=self.tokens)
+        self._measure_throughput("vllm", {**model, "args": args}, load, figures)
+
+    def _measure_throughput(
+        self, engine: str, model: dict[str, Any], load: Load, figures: Figures
+    ) -> None:
+        model = {"path": str(self.build_model()), "name": "tiny", "engine": engine, **model}
+        spec = {"models": [model]}
+        asyncio.run(measure_throughput(spec, load, self.rounds, self.say, figures))
+
+    def as_json(self) -> Figures:
+        limits = {name: f"{word} {limit:g}" for name, (word, limit) in LIMITS.items()}
+        return {"limits": limits, **round_floats(self.figures, ".4g")}
+
+
+def format_figures(figures: Figures) -> str:
+    """Write the figures as a table in Markdown."""
+    lines = ["| | without | with | figure | limit |", "|---|---:|---:|---:|---:|"]
+    for title, without, with_it, figure, name in _list_rows(figures):
+        lines.append(
+            f"| {title} | {without} | {with_it} | {figure:.4g} | {figures['limits'][name]} |"
+        )
+    for part in PARTS:
+        if "skipped" in (figures.get(part) or {}):
+            lines.append(f"\n{part}: skipped. {figures[part]['skipped']}")
+    if figures.get("is_interrupted"):
+        lines += ["", "The run was interrupted; these are the rounds that it finished."]
+    return "\n".join(lines)
+
+
+def _list_rows(figures: Figures) -> Iterator[tuple[str, str, str, float, str]]:
+    """Yield title, the figure of the other way, ours, the judged figure and its limit's name."""
+    for part, title in (("mockers", "mockers"), ("vllm", "vLLM workers")):
+        if "ratio" in (row := figures.get(part) or {}):
+            rates = row["rollouts_per_second"]
+            low, high = row["middle_half"]
+            text = f"rollouts/s of {title} ({row['rounds']} rounds, half of them {low} to {high})"
+            yield text, f"{rates['off']:g}", f"{rates['on']:g}", row["ratio"], part
