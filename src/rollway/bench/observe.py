@@ -69,14 +69,14 @@ class ObserveBench:
                 try:
                     getattr(self, f"_measure_{part}")(figures)
                 except RollwayError as error:
-                    figures["skipped"] = str(error)
-                    self.say(f"{part}: skipped: {error}")
+                    figures["not_measured"] = str(error)
+                    self.say(f"{part}: not measured: {error}")
 
     def _measure_mockers(self, figures: Figures) -> None:
         require("dynamo")
         # They answer as fast as they can, so that the client is the limit.
         args = {"max-model-len": 4096, "speedup-ratio": 1000.0}
-        load = Load(seconds=4.0, at_once=64, prompt_tokens=128, max_tokens=16)
+        load = Load(4.0, at_once=64, prompt_tokens=128, max_tokens=16, has_logprobs=False)
         self._measure_throughput("mocker", {"replicas": 1, "args": args}, load, figures)
 
     def _measure_vllm(self, figures: Figures) -> None:
@@ -89,7 +89,7 @@ class ObserveBench:
             # Two stacks: so many workers at once.
             model["env"] = choose_shared_gpu(gpus, 2 * self.workers)
             args["gpu-memory-utilization"] = _SHARE
-        load = Load(seconds=8.0, at_once=64, prompt_tokens=64, max_tokens=self.tokens)
+        load = Load(8.0, at_once=64, prompt_tokens=64, max_tokens=self.tokens)
         self._measure_throughput("vllm", {**model, "args": args}, load, figures)
 
     def _measure_throughput(
@@ -112,8 +112,8 @@ def format_figures(figures: Figures) -> str:
             f"| {title} | {without} | {with_it} | {figure:.4g} | {figures['limits'][name]} |"
         )
     for part in PARTS:
-        if "skipped" in (figures.get(part) or {}):
-            lines.append(f"\n{part}: skipped. {figures[part]['skipped']}")
+        if "not_measured" in (figures.get(part) or {}):
+            lines.append(f"\n{part}: not measured. {figures[part]['skipped']}")
     if figures.get("is_interrupted"):
         lines += ["", "The run was interrupted; these are the rounds that it finished."]
     return "\n".join(lines)

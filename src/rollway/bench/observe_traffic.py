@@ -49,6 +49,7 @@ class Load:
     at_once: int
     prompt_tokens: int
     max_tokens: int
+    has_logprobs: bool = True
 
 
 async def measure_throughput(
@@ -104,7 +105,9 @@ class _Client:
     def __init__(self, stack: Stack, load: Load) -> None:
         self._load = load
         self._rollouts: Rollouts = stack.rollouts(concurrency=load.at_once)
-        self._sampling = Sampling(max_tokens=load.max_tokens, ignore_eos=True)
+        self._sampling = Sampling(
+            max_tokens=load.max_tokens, ignore_eos=True, logprobs=load.has_logprobs
+        )
         self._numbers = itertools.count()
 
     async def run(self, seconds: float) -> float:
