@@ -27,7 +27,8 @@ STEP_SECONDS = 12.0
 class MadeRun:
     """A training run: a refit every step, one worker that dies, one refit that fails."""
 
-    def __init__(self, workers: int = 4, seed: int = 0) -> None:
+    def __init__(self, workers: int = 4, seed: int = 0, step_seconds: float = STEP_SECONDS) -> None:
+        self.step_seconds = step_seconds
         self.random = random.Random(seed)
         self.names = [f"tiny-{number}" for number in range(workers)]
         # As large as Dynamo's: not exact in a double.
@@ -66,12 +67,12 @@ class MadeRun:
         """Yield the process that writes each entry, and the entry, in the order of time."""
         yield from self.start(began)
         t, step = began + 3.0, 0
-        while t + STEP_SECONDS < began + seconds:
+        while t + self.step_seconds < began + seconds:
             step += 1
             yield from self.train(t, step)
             if step % 9 == 4:
                 yield from self.kill(t + 4.0)
-            t += STEP_SECONDS
+            t += self.step_seconds
 
     def start(self, began: float) -> Iterator[tuple[str, Entry]]:
         for process, pid in (("supervisor", 100), ("driver", 101), ("sampler", 100)):
@@ -88,23 +89,26 @@ class MadeRun:
 
     def train(self, t: float, step: int) -> Iterator[tuple[str, Entry]]:
         """Yield one step: rollouts, a refit, the trainer's figures."""
-        entries = [*self.generate(t, step), *self.refit(t + 8.0, step, fails=step % 17 == 13)]
+        entries = [
+            *self.generate(t, step),
+            *self.refit(t + self.step_seconds - 4.0, step, fails=step % 17 == 13),
+        ]
         entries.sort(key=lambda pair: pair[1]["t"])
         yield from entries
         parts = {"generate": 7.6, "wait": 0.3, "train": 2.4, "publish": 0.5, "paused": 0.4}
         parts = {name: part * self.random.uniform(0.9, 1.2) for name, part in parts.items()}
         yield (
             "driver",
-            {"kind": "trainer", "t": t + STEP_SECONDS - 0.5, "step": step,
+            {"kind": "trainer", "t": t + self.step_seconds - 0.5, "step": step,
              "seconds": sum(parts.values()), "parts": parts},
         )  # fmt: skip
 
     def generate(self, t: float, step: int) -> Iterator[tuple[str, Entry]]:
         rng, count = self.random, len(self.names)
-        for tick in range(6):
+        for tick in range(int(self.step_seconds / 2)):
             at = t + 2.0 * tick
             alive = [name for name in self.names if self.states[name] == "ready"]
-            values = {
+            values: dict[str, dict[str, float]] = {
                 "vllm:num_requests_running": {n: rng.randint(8, 24) for n in alive},
                 "vllm:num_requests_waiting": {n: rng.randint(0, 3) for n in alive},
                 "vllm:kv_cache_usage_perc": {n: rng.uniform(0.3, 0.8) for n in alive},
@@ -139,7 +143,8 @@ class MadeRun:
         )  # fmt: skip
 
     def refit(self, t: float, version: int, *, fails: bool = False) -> Iterator[tuple[str, Entry]]:
-        rng, workers, longest = self.random, [], 0.0
+        rng, longest = self.random, 0.0
+        workers: list[Entry] = []
         for number, name in enumerate(self.names):
             slow = 3.0 if number == version % (len(self.names) * 3) else 1.0
             seconds = {

@@ -15,16 +15,19 @@ why, and the others go on.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollway.bench import Say, round_floats
+from rollway.bench.observe_cost import measure_memory, measure_observer, measure_off
+from rollway.bench.observe_page import measure_page, measure_report
 from rollway.bench.observe_traffic import Load, measure_throughput
 from rollway.config import StackSpec
 from rollway.demo.placement import choose_shared_gpu
-from rollway.errors import RollwayError, require
+from rollway.errors import RollwayError, UsageError, require
 
 PARTS = ("mockers", "vllm", "off", "observer", "memory", "page", "report")
 LIMITS = {
@@ -60,17 +63,20 @@ class ObserveBench:
     tokens: int = 32
     """The length of vLLM's answers."""
     figures: Figures = field(default_factory=dict)
+    _scratch: Path = Path()
 
     def run(self, parts: Sequence[str] = PARTS) -> None:
         """Measure these parts, in the order of `PARTS`."""
-        for part in PARTS:
-            if part in parts:
-                figures = self.figures.setdefault(part, {})
-                try:
-                    getattr(self, f"_measure_{part}")(figures)
-                except RollwayError as error:
-                    figures["not_measured"] = str(error)
-                    self.say(f"{part}: not measured: {error}")
+        with tempfile.TemporaryDirectory(prefix="rollway-bench-") as directory:
+            self._scratch = Path(directory)
+            for part in PARTS:
+                if part in parts:
+                    figures = self.figures.setdefault(part, {})
+                    try:
+                        getattr(self, f"_measure_{part}")(figures)
+                    except RollwayError as error:
+                        figures["not_measured"] = str(error)
+                        self.say(f"{part}: not measured: {error}")
 
     def _measure_mockers(self, figures: Figures) -> None:
         require("dynamo")
@@ -98,6 +104,26 @@ class ObserveBench:
         model = {"path": str(self.build_model()), "name": "tiny", "engine": engine, **model}
         spec = {"models": [model]}
         asyncio.run(measure_throughput(spec, load, self.rounds, self.say, figures))
+
+    def _measure_off(self, figures: Figures) -> None:
+        measure_off(self.say, figures)
+
+    def _measure_observer(self, figures: Figures) -> None:
+        if self.spec is None:
+            raise UsageError(
+                "No stack of many workers is named.",
+                "Give its file: rollway bench observe tests/light/fleet128.yaml.",
+            )
+        asyncio.run(measure_observer(self.spec, self._scratch, self.say, figures))
+
+    def _measure_memory(self, figures: Figures) -> None:
+        asyncio.run(measure_memory(self._scratch / "memory", self.say, figures))
+
+    def _measure_page(self, figures: Figures) -> None:
+        asyncio.run(measure_page(self._scratch, self.say, figures))
+
+    def _measure_report(self, figures: Figures) -> None:
+        measure_report(self._scratch, self.say, figures)
 
     def as_json(self) -> Figures:
         limits = {name: f"{word} {limit:g}" for name, (word, limit) in LIMITS.items()}
@@ -127,3 +153,25 @@ def _list_rows(figures: Figures) -> Iterator[tuple[str, str, str, float, str]]:
             low, high = row["middle_half"]
             text = f"rollouts/s of {title} ({row['rounds']} rounds, half of them {low} to {high})"
             yield text, f"{rates['off']:g}", f"{rates['on']:g}", row["ratio"], part
+    if "ratio" in (off := figures.get("off") or {}):
+        micro = off["microseconds_per_rollout"]
+        times = [f"{micro[arm]:g}" for arm in ("without", "with")]
+        yield "the client's own µs per rollout, all off", *times, off["ratio"], "off"
+    if "ratio" in (observer := figures.get("observer") or {}):
+        few, many = (observer["workers"][arm] for arm in ("few", "all"))
+        shares = [f"{100 * observer['core'][arm]:.2f}" for arm in ("few", "all")]
+        title = f"% of a core to sample {few} and {many} workers every 2 s"
+        yield title, *shares, observer["ratio"], "observer"
+        yield f"of a core to sample {many} workers", "", "", observer["core"]["all"], "core"
+    if "ratio" in (memory := figures.get("memory") or {}):
+        sizes = [f"{memory['mib'][place]:.0f}" for place in (0, -1)]
+        yield "MiB after a tenth of a day, and after all of it", *sizes, memory["ratio"], "memory"
+    if "click_ratio" in (page := figures.get("page") or {}):
+        times = [f"{page['click_ms'][arm]:g}" for arm in ("few", "many")]
+        title = "ms to answer a click: 4 workers and an hour, 128 and a day"
+        yield title, *times, page["click_ratio"], "click"
+        yield "kB to load the page of 128 workers", "", "", page["load_kb"], "load_kb"
+        yield "kB/s of that page, live", "", "", page["live_kb_per_second"], "live_kb"
+    if "seconds" in (report := figures.get("report") or {}):
+        yield "s for a report of that day", "", "", report["seconds"], "report_seconds"
+        yield "MB for a report of that day", "", "", report["mb"], "report_mb"

@@ -3,6 +3,7 @@
     python -m rollway.bench.observe_peers receive     accepts spans and logs, and drops them
     python -m rollway.bench.observe_peers look URL    keeps the page of a dashboard open
     python -m rollway.bench.observe_peers sample FILE INTERVAL   samples the targets of a file
+    python -m rollway.bench.observe_peers day DIR     lives through a day of samples, and ends
 
 Each prints a line of JSON when it is ready, and ends with its parent.
 """
@@ -18,6 +19,7 @@ import aiohttp
 from aiohttp import web
 
 from rollway import processes
+from rollway.bench.observe_day import live_through_day
 from rollway.observe.record import Recorder
 from rollway.observe.sample import Sampler, Target
 
@@ -71,6 +73,8 @@ def main() -> None:
         asyncio.run(receive())
     elif what == "look":
         asyncio.run(look(*arguments))
+    elif what == "day":
+        asyncio.run(live_through_day(Path(arguments[0])))
     else:
         asyncio.run(sample(Path(arguments[0]), float(arguments[1])))
 

@@ -38,7 +38,7 @@ from rollway.stack.state import StackDir
 INTERVAL_SECONDS = 2.0
 _WARM_UP_SECONDS = 3.0
 _START_SECONDS = 60.0
-_PEERS = "rollway.bench.observe_peers"
+PEERS = "rollway.bench.observe_peers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ async def start_process(*argv: str) -> AsyncIterator[Peer]:
 
 
 def start_peer(*arguments: str) -> contextlib.AbstractAsyncContextManager[Peer]:
-    return start_process(_PEERS, *arguments)
+    return start_process(PEERS, *arguments)
 
 
 def start_dash(name: str) -> contextlib.AbstractAsyncContextManager[Peer]:

@@ -49,7 +49,8 @@ Entry = dict[str, Any]
 
 
 class Recorder:
-    """Writes the entries of one process. Its file appears with its first entry.
+    """Writes the entries of one process. Its file appears with its first entry. `began` is the
+    time before which it has none, by default now.
 
     Example:
         recorder = Recorder(directory, "driver", stack="policy", run=run_id)
@@ -65,6 +66,7 @@ class Recorder:
         stack: str = "",
         run: str = "",
         offset: float = 0.0,
+        began: float | None = None,
         largest_bytes: int = LARGEST_BYTES,
     ) -> None:
         self.directory = directory
@@ -74,6 +76,7 @@ class Recorder:
         self.dropped = 0
         """How many entries were not recorded."""
         self._offset = offset
+        self._first_time = began
         self._largest_bytes = largest_bytes
         self._starting = threading.Lock()
         self._begin()
@@ -81,7 +84,7 @@ class Recorder:
     def _begin(self) -> None:
         """Begin with an empty queue and no file: at first, and in a child after a fork."""
         self._pid = os.getpid()
-        self._began = time.time()
+        self._began = time.time() if self._first_time is None else self._first_time
         self._queue: deque[Entry] = deque()
         self._queued = 0
         self._taken = 0
