@@ -94,7 +94,8 @@ class ObserveBench:
         if gpus := list_gpus():
             # Two stacks: so many workers at once.
             model["env"] = choose_shared_gpu(gpus, 2 * self.workers)
-            args["gpu-memory-utilization"] = _SHARE
+            # Eager: four workers start one stack after the other.
+            args |= {"gpu-memory-utilization": _SHARE, "enforce-eager": True}
         load = Load(8.0, at_once=64, prompt_tokens=64, max_tokens=self.tokens)
         self._measure_throughput("vllm", {**model, "args": args}, load, figures)
 

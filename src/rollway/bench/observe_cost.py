@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import sys
 import time
 import uuid
@@ -18,7 +17,7 @@ from typing import Any
 
 from rollway.aio import up
 from rollway.bench import Say
-from rollway.bench.observe_traffic import INTERVAL_SECONDS, PEERS, start_peer
+from rollway.bench.observe_traffic import INTERVAL_SECONDS, PEERS, read_cpu_seconds, start_peer
 from rollway.config import StackSpec
 from rollway.errors import RequestFailed, Unreachable, UsageError
 from rollway.http import Http
@@ -197,12 +196,6 @@ async def _watch_sampler(directory: Path, targets: Sequence[Target]) -> float:
         began, used = time.monotonic(), read_cpu_seconds(peer.pid)
         await asyncio.sleep(_WATCH_SECONDS)
         return (read_cpu_seconds(peer.pid) - used) / (time.monotonic() - began)
-
-
-def read_cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -31,6 +32,7 @@ from rollway.bench import Say
 from rollway.config import StackSpec
 from rollway.errors import StartError
 from rollway.observe import traces
+from rollway.processes import find_descendants
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir
@@ -72,17 +74,27 @@ async def measure_throughput(
         page = await cleanup.enter_async_context(start_peer("look", dash.told["url"]))
         observers = [_find_supervisor("bench-on"), dash.pid, page.pid, receiver.pid]
         arms = {"off": _Client(off, load), "on": _Client(on, load)}
+        groups = {arm: _find_processes(f"bench-{arm}") for arm in arms}
+        groups["on"] |= {"dash": [dash.pid], "page": [page.pid], "receiver": [receiver.pid]}
         for client in arms.values():
             await client.run(_WARM_UP_SECONDS)
         rows: list[dict[str, float]] = []
+        costs: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
         for number in range(rounds):
             row = {}
             for arm in ("off", "on")[:: 1 if number % 2 else -1]:
                 with hold(observers if arm == "off" else ()):
+                    before = _read_cpu(groups[arm])
                     row[arm] = await arms[arm].run(load.seconds)
+                    after, count = _read_cpu(groups[arm]), arms[arm].count
+                costs[arm].append({k: 1e3 * (after[k] - before[k]) / count for k in after})
             rows.append(row)
             figures.update(compare(rows), in_flight=load.at_once, turn_seconds=load.seconds)
             figures["traces"] = on.tracer is not None
+            figures["cpu_ms_per_rollout"] = {
+                arm: {name: median(cost[name] for cost in own) for name in own[0]}
+                for arm, own in costs.items()
+            }
             say(f"{name}: {row['on']:.0f} rollouts/s, unobserved {row['off']:.0f}")
 
 
@@ -109,6 +121,8 @@ class _Client:
             max_tokens=load.max_tokens, ignore_eos=True, logprobs=load.has_logprobs
         )
         self._numbers = itertools.count()
+        self.count = 0
+        """How many rollouts the last turn had."""
 
     async def run(self, seconds: float) -> float:
         """Return the rollouts per second."""
@@ -126,8 +140,8 @@ class _Client:
             return count
 
         began = time.monotonic()
-        count = sum(await asyncio.gather(*(send_until() for _ in range(self._load.at_once))))
-        return count / (time.monotonic() - began)
+        self.count = sum(await asyncio.gather(*(send_until() for _ in range(self._load.at_once))))
+        return self.count / (time.monotonic() - began)
 
 
 # --- the processes around it ---------------------------------------------------------------------
@@ -199,6 +213,27 @@ def hold(pids: Sequence[int]) -> Iterator[None]:
 
 
 def _find_supervisor(name: str) -> int:
+    (pid,) = _find_processes(name)["supervisor"]
+    return pid
+
+
+def _find_processes(name: str) -> dict[str, list[int]]:
+    """Return the processes of a stack by what they are, with this one, the client's."""
     state = StackDir(name).read()
     assert state is not None
-    return state.supervisor.pid
+    groups = {"client": [os.getpid()], "supervisor": [state.supervisor.pid]}
+    for process in state.processes:
+        if process.pid is not None:
+            own = [process.pid, *(child.pid for child in find_descendants(process.pid))]
+            groups.setdefault(process.role, []).extend(own)
+    return groups
+
+
+def _read_cpu(groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    return {name: sum(map(read_cpu_seconds, pids)) for name, pids in groups.items()}
+
+
+def read_cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
