@@ -55,11 +55,10 @@ def encode_span(
         b"\x22\x08" + parent.to_bytes(8, "big") if parent else b"",
         _encode_head(name, kind),
         _TIMES(0x39, times[0], 0x41, times[1]),
+        _FLAGS,
     ]
     parts += [
-        _encode_short(9, key, value) if len(str(value)) < 64 else _encode_attribute(9, key, value)
-        for key, value in attributes.items()
-        if value is not None
+        _encode_cached(9, key, value) for key, value in attributes.items() if value is not None
     ]
     for event, t, fields in events:
         body = struct.pack("<BQ", 0x09, t) + _wrap(2, event.encode())
@@ -69,7 +68,6 @@ def encode_span(
         parts.append(_wrap(11, body))
     if error is not None:
         parts.append(_wrap(15, _wrap(2, error.encode(errors="replace")) + bytes((0x18, _ERROR))))
-    parts.append(_FLAGS)
     return b"".join(parts)
 
 
@@ -91,7 +89,7 @@ def _encode_attribute(field: int, name: str, value: Value) -> bytes:
 
 
 # `typed`: True is not the number 1.
-_encode_short = lru_cache(maxsize=8192, typed=True)(_encode_attribute)
+_encode_cached = lru_cache(maxsize=8192, typed=True)(_encode_attribute)
 
 
 @lru_cache(maxsize=256)
@@ -100,7 +98,11 @@ def _encode_head(name: str, kind: int) -> bytes:
 
 
 def _wrap(field: int, body: bytes) -> bytes:
-    return _encode_varint(field << 3 | 2) + _encode_varint(len(body)) + body
+    size = len(body)
+    if field < 16 and size < 0x4000:  # nearly always
+        length = (size & 0x7F | 0x80, size >> 7) if size > 0x7F else (size,)
+        return bytes((field << 3 | 2, *length)) + body
+    return _encode_varint(field << 3 | 2) + _encode_varint(size) + body
 
 
 def _encode_varint(number: int) -> bytes:

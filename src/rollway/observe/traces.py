@@ -141,6 +141,8 @@ class Tracer:
             name: value if isinstance(value, str | bool | int | float) else str(value)
             for name, value in resource.attributes.items()
         }
+        # Without a sampler in the environment every trace is sampled.
+        self._is_selective = "OTEL_TRACES_SAMPLER" in os.environ
         self._sampled = Decision.RECORD_AND_SAMPLE
         self._get_current_span = trace.get_current_span
         self._poster = Poster(url)
@@ -176,8 +178,10 @@ class Tracer:
             ids = (context.trace_id, span_id, context.span_id)
             return Span(self, name, ids, kind, context.trace_flags.sampled)
         trace_id = get_bits(128) or 1
-        decision = self._sampler.should_sample(None, trace_id, name).decision
-        is_sampled = decision is self._sampled
+        is_sampled = not self._is_selective
+        if self._is_selective:
+            decision = self._sampler.should_sample(None, trace_id, name).decision
+            is_sampled = decision is self._sampled
         return Span(self, name, (trace_id, span_id, 0), kind, is_sampled)
 
     def put(self, span: Span) -> None:

@@ -184,11 +184,15 @@ class Rollouts(Sender):
         self, prompt: list[int], sampling: Sampling, session: str, version: int | None, salt: str
     ) -> Rollout:
         """Sample in a span, which is the parent of the frontend's."""
-        with self._trace() as span:
+        assert self.tracer is not None
+        span = self.tracer.begin("rollway.rollout", is_client=True)
+        try:
             rollout = await self._sample(prompt, sampling, session, version, salt, span)
-            if span is not None:
-                span.finish(describe_rollout(self.model, rollout))
-            return rollout
+        except BaseException as error:
+            span.finish({"rollway.model": self.model}, error=error)
+            raise
+        span.finish(describe_rollout(self.model, rollout))
+        return rollout
 
     async def _sample(
         self,
