@@ -107,7 +107,7 @@ class ObserveBench:
         asyncio.run(measure_throughput(spec, load, self.rounds, self.say, figures))
 
     def _measure_off(self, figures: Figures) -> None:
-        measure_off(self.say, figures)
+        asyncio.run(measure_off(self.say, figures))
 
     def _measure_observer(self, figures: Figures) -> None:
         if self.spec is None:
