@@ -125,8 +125,8 @@ def test_a_driver_records_refits_rollouts_and_its_steps(
 
 
 def test_off_is_one_word_and_old_runs_go(base_model: Path) -> None:
-    for fields in ({}, {"observe": False}):
-        with rollway.up(mocker_spec(base_model, **fields)):
+    for off in (False, "off"):
+        with rollway.up(mocker_spec(base_model, observe=off)):
             assert find_record_dir(read_state("t")) is None
     assert not (home() / "runs").exists()
     directories = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import sys
 import time
@@ -100,9 +101,7 @@ async def _open(browser: Browser, url: str) -> Page:
 
 def measure_report(scratch: Path, say: Say, figures: dict[str, Any]) -> None:
     """Measure the time and the memory of `rollway report` of a day's run."""
-    from rollway.cli.grammar import make_parser
-
-    if "report" not in make_parser().format_help():
+    if importlib.util.find_spec("rollway.observe.report") is None:
         raise RollwayError("This Rollway has no command `report`.", "")
     run, out = write_runs(scratch, say)["many"], scratch / "report.html"
     argv = [sys.executable, "-m", "rollway.cli", "report", str(run), "--out", str(out)]

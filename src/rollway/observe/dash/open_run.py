@@ -49,7 +49,7 @@ def open_stack(name: str) -> Source:
     directory = find_record_dir(state)
     if directory is None:
         raise UsageError(
-            f"`{name}` records nothing.", "Say `observe: on` in its spec, and start it again."
+            f"`{name}` records nothing.", "Remove `observe: off` from its spec, and start it again."
         )
     if not directory.is_dir():
         raise RollwayError(
