@@ -122,7 +122,7 @@ class Stack:
         directory = None if state is None else find_record_dir(state)
         if state is None or directory is None:
             return None
-        return DriverHistory(directory, state.name, state.run_id)
+        return DriverHistory(directory, state.name, state.run_id, self.frontend_url)
 
     @property
     def run_recorder(self) -> RunRecorder | None:
