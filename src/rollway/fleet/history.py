@@ -32,7 +32,7 @@ class DriverHistory:
         self.tally = RolloutTally(self.recorder)
         self._workers: dict[str, list[dict[str, Any]]] = {}
         """The workers of each model as they were recorded last."""
-        steps.register(self.recorder)
+        steps.register(self.recorder, self.tally)
 
     def close(self) -> None:
         steps.unregister(self.recorder)
