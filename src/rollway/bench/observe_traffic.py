@@ -39,7 +39,8 @@ from rollway.stack.state import StackDir
 
 INTERVAL_SECONDS = 2.0
 _WARM_UP_SECONDS = 3.0
-_START_SECONDS = 60.0
+_START_SECONDS = 240.0
+"""`rollway dash` of a day of 128 workers reads it first."""
 PEERS = "rollway.bench.observe_peers"
 
 
