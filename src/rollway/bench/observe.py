@@ -62,6 +62,7 @@ class ObserveBench:
     """The number of vLLM workers of each stack."""
     tokens: int = 32
     """The length of vLLM's answers."""
+    has_traces: bool = True
     figures: Figures = field(default_factory=dict)
     _scratch: Path = Path()
 
@@ -104,7 +105,11 @@ class ObserveBench:
     ) -> None:
         model = {"path": str(self.build_model()), "name": "tiny", "engine": engine, **model}
         spec = {"models": [model]}
-        asyncio.run(measure_throughput(spec, load, self.rounds, self.say, figures))
+        asyncio.run(
+            measure_throughput(
+                spec, load, self.rounds, self.say, figures, has_traces=self.has_traces
+            )
+        )
 
     def _measure_off(self, figures: Figures) -> None:
         asyncio.run(measure_off(self.say, figures))

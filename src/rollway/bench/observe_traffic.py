@@ -56,7 +56,13 @@ class Load:
 
 
 async def measure_throughput(
-    spec: dict[str, Any], load: Load, rounds: int, say: Say, figures: dict[str, Any]
+    spec: dict[str, Any],
+    load: Load,
+    rounds: int,
+    say: Say,
+    figures: dict[str, Any],
+    *,
+    has_traces: bool = True,
 ) -> None:
     """Compare the rollouts of a stack that is observed with those of one that is not; `figures`
     is kept up to date."""
@@ -69,7 +75,7 @@ async def measure_throughput(
         on_spec = StackSpec(**spec, name="bench-on", observe=observe)
         with set_endpoint(None):
             off = await cleanup.enter_async_context(up(off_spec))
-        with set_endpoint(receiver.told["url"]):
+        with set_endpoint(receiver.told["url"] if has_traces else None):
             on = await cleanup.enter_async_context(up(on_spec))
         dash = await cleanup.enter_async_context(start_dash("bench-on"))
         page = await cleanup.enter_async_context(start_peer("look", dash.told["url"]))

@@ -279,6 +279,7 @@ def observe(options: argparse.Namespace) -> int:
         options.rounds,
         options.workers,
         options.tokens,
+        has_traces=not options.no_traces,
     )
     code = 0
     try:

@@ -353,6 +353,7 @@ def _add_bench_commands(add: Add) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="of rollouts (default 20)")
     parser.add_argument("--workers", type=int, default=2, help="of vLLM (default 2)")
     parser.add_argument("--tokens", type=int, default=32, help="of vLLM's answers (default 32)")
+    parser.add_argument("--no-traces", action="store_true", help="all of it but traces")
     add("plan", "bench:plan", "planning weight transfers of large models")
     parser = add("ray", "bench:ray", "stacks on a Ray cluster, against one machine")
     _add_spec(parser, "a stack file, for the part launching")
