@@ -145,7 +145,7 @@ def format_figures(figures: Figures) -> str:
         )
     for part in PARTS:
         if "not_measured" in (figures.get(part) or {}):
-            lines.append(f"\n{part}: not measured. {figures[part]['skipped']}")
+            lines.append(f"\n{part}: not measured. {figures[part]['not_measured']}")
     if figures.get("is_interrupted"):
         lines += ["", "The run was interrupted; these are the rounds that it finished."]
     return "\n".join(lines)
