@@ -5,8 +5,8 @@
                                        │   └─ spans ─► a receiver
                                        └─ record ─► `rollway dash` ─► a page that is open
 
-While `off` has its turn, everything that observes `on` is stopped by a signal: it must not take
-from `off` what it costs. A turn has a length, not a number of requests, so that it holds two
+While `off` has its turn, what observes `on` is stopped by a signal, and its spans were sent before:
+it must not take from `off` what it costs. A turn has a length, not a number of requests, so that it holds two
 samples on every machine.
 """
 
@@ -39,6 +39,8 @@ from rollway.stack.state import StackDir
 
 INTERVAL_SECONDS = 2.0
 _WARM_UP_SECONDS = 3.0
+_SPAN_SECONDS = 1.0
+"""How often Dynamo sends its spans; it must have sent them before the next turn."""
 _START_SECONDS = 240.0
 """`rollway dash` of a day of 128 workers reads it first."""
 PEERS = "rollway.bench.observe_peers"
@@ -72,14 +74,15 @@ async def measure_throughput(
         receiver = await cleanup.enter_async_context(start_peer("receive"))
         off_spec = StackSpec(**spec, name="bench-off", observe={"record": False})
         observe = {"interval_seconds": INTERVAL_SECONDS}
-        on_spec = StackSpec(**spec, name="bench-on", observe=observe)
+        env = {"OTEL_BSP_SCHEDULE_DELAY": str(int(1000 * _SPAN_SECONDS))}
+        on_spec = StackSpec(**spec, name="bench-on", observe=observe, env=env)
         with set_endpoint(None):
             off = await cleanup.enter_async_context(up(off_spec))
         with set_endpoint(receiver.told["url"] if has_traces else None):
             on = await cleanup.enter_async_context(up(on_spec))
         dash = await cleanup.enter_async_context(start_dash("bench-on"))
         page = await cleanup.enter_async_context(start_peer("look", dash.told["url"]))
-        observers = [_find_supervisor("bench-on"), dash.pid, page.pid, receiver.pid]
+        observers = [_find_supervisor("bench-on"), dash.pid, page.pid]
         arms = {"off": _Client(off, load), "on": _Client(on, load)}
         groups = {arm: _find_processes(f"bench-{arm}") for arm in arms}
         groups["on"] |= {"dash": [dash.pid], "page": [page.pid], "receiver": [receiver.pid]}
@@ -90,6 +93,9 @@ async def measure_throughput(
         for number in range(rounds):
             row = {}
             for arm in ("off", "on")[:: 1 if number % 2 else -1]:
+                if on.tracer is not None:  # spans of the turn before
+                    await asyncio.to_thread(on.tracer.flush)
+                    await asyncio.sleep(2 * _SPAN_SECONDS)
                 with hold(observers if arm == "off" else ()):
                     before = _read_cpu(groups[arm])
                     row[arm] = await arms[arm].run(load.seconds)
