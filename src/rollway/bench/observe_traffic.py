@@ -6,8 +6,8 @@
                                        └─ record ─► `rollway dash` ─► a page that is open
 
 While `off` has its turn, what observes `on` is stopped by a signal, and its spans were sent before:
-it must not take from `off` what it costs. A turn has a length, not a number of requests, so that it holds two
-samples on every machine.
+it must not take from `off` what it costs. A turn has a length, not a number of requests, so that it
+holds two samples on every machine.
 """
 
 from __future__ import annotations
