@@ -138,6 +138,7 @@ def attach(
     timeouts: AdminTimeouts | None = None,
     listing: Source | None = None,
     secret: str | None = None,
+    record: bool = True,
 ) -> Opening:
     """Use a running stack; leaving the block does not stop it.
 
@@ -153,6 +154,8 @@ def attach(
             the RL worker listing: a `rollway.fleet.discovery.HealthListing`, for example.
         secret: what orders to the workers and offers of weights are signed with, for a stack at an
             address; by default $ROLLWAY_WEIGHTS_SECRET.
+        record: record what this process does with a stack at an address that Rollway did not start:
+            refits, rollouts, versions, steps. One that it started has its own `observe`.
 
     Returns:
         A context manager: `with` gives a `rollway.Stack`, `async with` a `rollway.aio.Stack`.
@@ -168,11 +171,13 @@ def attach(
             stack.refit(3, "/checkpoints/step-3")
     """
     if target.startswith("dgd://"):
-        return Opening(partial(_attach_graph, target, rl_url, watch, timeouts, listing, secret))
+        return Opening(
+            partial(_attach_graph, target, rl_url, watch, timeouts, listing, secret, record)
+        )
     if "://" not in target and (stack := _find_on_ray(target)) is not None:
         return Opening(partial(_attach_on_ray, stack, watch, timeouts))
     addresses = _find_addresses(target, rl_url)
-    return Opening(partial(_attach, *addresses, watch, timeouts, listing, secret))
+    return Opening(partial(_attach, *addresses, watch, timeouts, listing, secret, record))
 
 
 def make_spec(
@@ -319,13 +324,14 @@ async def _attach_graph(
     timeouts: AdminTimeouts | None,
     listing: Source | None,
     secret: str | None,
+    record: bool,
     cleanup: AsyncExitStack,
 ) -> Stack:
     # By its name: that package is above this module, and needs an extra.
     address = importlib.import_module("rollway.kubernetes.address")
     frontend, listed_at = await cleanup.enter_async_context(address.reach_graph(target))
     return await _attach(
-        frontend, rl_url or listed_at, "", watch, timeouts, listing, secret, cleanup
+        frontend, rl_url or listed_at, "", watch, timeouts, listing, secret, record, cleanup
     )
 
 
@@ -337,6 +343,7 @@ async def _attach(
     timeouts: AdminTimeouts | None,
     listing: Source | None,
     secret: str | None,
+    record: bool,
     cleanup: AsyncExitStack,
 ) -> Stack:
     http = await cleanup.enter_async_context(Http())
@@ -359,6 +366,7 @@ async def _attach(
         plain_vllm=plain_vllm,
         listing=listing,
         secret=secret,
+        record=record,
     )
     cleanup.callback(stack.close_history)
     cleanup.push_async_callback(stack.unwatch)

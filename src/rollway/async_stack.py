@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
 from rollway.config import AdminTimeouts
-from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
+from rollway.errors import NoWorkers, RequestFailed, RollwayError, Unreachable, UsageError
 from rollway.fleet.canary import Answer, make_canary
 from rollway.fleet.discovery import RlListing, Source, StaticList, Worker
 from rollway.fleet.fleet import Fleet
@@ -21,6 +21,7 @@ from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import Http
 from rollway.observe.record import Recorder as RunRecorder
+from rollway.observe.traces import open_tracer
 from rollway.orders import read_stack_secret
 from rollway.publishing import AsyncPublisher, PublisherOptions, Transport, open_for_stack
 from rollway.rollout.client import Rollouts
@@ -28,7 +29,12 @@ from rollway.rollout.sender import ClientOptions, Sender
 from rollway.rollout.teacher import Teacher
 from rollway.rollout.wire import get_wire
 from rollway.stack.local import LocalAccess, StackAccess
-from rollway.stack.state import StackState, find_record_dir
+from rollway.stack.state import (
+    StackState,
+    choose_attached_dir,
+    find_record_dir,
+    list_stacks,
+)
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 
@@ -57,6 +63,7 @@ class Stack:
         access: StackAccess | None = None,
         listing: Source | None = None,
         secret: str | None = None,
+        record: bool = False,
     ) -> None:
         self.name = name
         self._access = access or (LocalAccess(name) if name else None)
@@ -70,9 +77,11 @@ class Stack:
         self._listing = listing or RlListing(rl_url, frontend_url)
         self._secret = secret
         self._fleets = {model: self._make_fleet(model) for model in models}
-        self._history = self._open_history()
+        self._history = self._open_history(record)
+        self.tracer = open_tracer()
+        """Makes spans of refits and rollouts; None unless OpenTelemetry's variables are set."""
         for fleet in self._fleets.values():
-            fleet.history = self._history
+            fleet.history, fleet.tracer = self._history, self.tracer
         self._watchers: list[asyncio.Task[None]] = []
         self._publishers: WeakKeyDictionary[Publisher, str] = WeakKeyDictionary()
 
@@ -113,13 +122,19 @@ class Stack:
         fleet.versions.tainted = True  # the launcher gave every worker the taint of its version
         return fleet
 
-    def _open_history(self) -> DriverHistory | None:
-        """Open this process's part of the record; None for a stack that is not recorded."""
+    def _open_history(self, record: bool) -> DriverHistory | None:
+        """Open this process's part of the record; None for a stack that is not recorded. One that
+        Rollway did not start is recorded here alone, if `record`."""
         state = self.read_state()
+        if state is None and record:  # it may have been started here, and named by its address
+            state = _find_stack_at(self.frontend_url)
+        if state is None and record:
+            own = choose_attached_dir(self.frontend_url)
+            return DriverHistory(own, self.frontend_url, own.name, self.frontend_url)
         directory = None if state is None else find_record_dir(state)
         if state is None or directory is None:
             return None
-        return DriverHistory(directory, state.name, state.run_id)
+        return DriverHistory(directory, state.name, state.run_id, self.frontend_url)
 
     @property
     def run_recorder(self) -> RunRecorder | None:
@@ -130,6 +145,8 @@ class Stack:
         """Write the rest of this process's part of the record."""
         if self._history is not None:
             self._history.close()
+        if self.tracer is not None:
+            self.tracer.flush()
 
     def read_state(self) -> StackState | None:
         """Read the state of the processes; None for a stack that Rollway did not start."""
@@ -223,6 +240,7 @@ class Stack:
             **remaining,
         )
         client.tally = None if self._history is None else self._history.tally
+        client.tracer = self.tracer
         return client
 
     async def context_length(self, model: str | None = None) -> int:
@@ -433,3 +451,17 @@ class Stack:
         if model is None:
             raise UsageError(f"The stack serves several models: {served}.", "Name one of them.")
         raise UsageError(f"The stack does not serve `{model}`.", f"It serves: {served}.")
+
+
+def _find_stack_at(frontend_url: str) -> StackState | None:
+    """Return the stack of this machine that has a frontend at an address, if there is one."""
+    with contextlib.suppress(RollwayError):
+        return next(
+            (
+                state
+                for state in list_stacks()
+                if state.frontend == frontend_url and state.is_supervised
+            ),
+            None,
+        )
+    return None

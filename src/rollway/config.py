@@ -132,7 +132,7 @@ class LogSpec(SpecPart):
 
 
 class ObserveSpec(SpecPart):
-    """What a stack records about itself, once `observe` is `on` or has settings."""
+    """What a stack records about itself. `observe: off` records nothing."""
 
     record: bool = True
     """Whether to record."""
@@ -220,9 +220,9 @@ class StackSpec(SpecPart):
     keep_runs: int = Field(default=5, ge=0, le=10_000)
     """How many ended runs keep their logs; with 0 a run that ended well leaves nothing."""
     observe: Annotated[ObserveSpec, BeforeValidator(_read_switch)] = Field(
-        default_factory=lambda: ObserveSpec(record=False)
+        default_factory=ObserveSpec
     )
-    """What is recorded about the stack: `on`, or its settings; nothing without them."""
+    """What is recorded about the stack; `off` for nothing."""
     env: Environment = Field(default_factory=dict)
     """Environment variables of all processes."""
     start_seconds: float = Field(default=900, gt=0, le=7 * 86400)

@@ -13,6 +13,7 @@ import pytest
 
 import rollway
 from rollway.errors import UsageError
+from rollway.observe.clock import measure_offset
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.stack.state import StackDir, StackState, find_record_dir, home
@@ -125,8 +126,8 @@ def test_a_driver_records_refits_rollouts_and_its_steps(
 
 
 def test_off_is_one_word_and_old_runs_go(base_model: Path) -> None:
-    for fields in ({}, {"observe": False}):
-        with rollway.up(mocker_spec(base_model, **fields)):
+    for off in (False, "off"):
+        with rollway.up(mocker_spec(base_model, observe=off)):
             assert find_record_dir(read_state("t")) is None
     assert not (home() / "runs").exists()
     directories = []
@@ -139,3 +140,29 @@ def test_off_is_one_word_and_old_runs_go(base_model: Path) -> None:
         directory = find_run("t")
         wait_until(lambda: count_samples(directory) > 0)
     assert not directory.exists()
+
+
+def test_a_stack_at_an_address_is_recorded_by_who_uses_it(base_model: Path) -> None:
+    """As one that Rollway did not start: its own directory does not know it."""
+    sampling = rollway.Sampling(max_tokens=4)
+    with rollway.up({**light(base_model, "elsewhere"), "observe": OFTEN}) as owner:
+        url, own = owner.frontend_url, find_run("elsewhere")
+        with rollway.attach(url, rl_url=owner.rl_url) as stack:  # known here: the same run
+            stack.rollouts().generate([1, 2, 3], sampling, n=2)
+        assert sum(entry["count"] for entry in list_entries(own, "rollouts")) == 2
+        state = StackDir("elsewhere").path / "state.json"
+        hidden = state.rename(state.with_suffix(".hidden"))
+        try:
+            with rollway.attach(url, rl_url=owner.rl_url, record=False) as stack:
+                stack.rollouts().generate([1, 2, 3], sampling)
+            assert list((home() / "runs").glob("attached-*")) == []
+            with rollway.attach(url, rl_url=owner.rl_url) as stack:
+                stack.rollouts().generate([1, 2, 3], sampling, n=3)
+        finally:
+            hidden.rename(state)
+        offset = measure_offset(url)
+        assert offset is not None and abs(offset) < 0.5  # the frontend tells its time
+    (run,) = (home() / "runs").glob("attached-*")
+    (entry,) = list_entries(run, "rollouts")
+    assert entry["count"] == 3
+    assert {header["stack"] for header in list_entries(run, "header")} == {url}

@@ -266,6 +266,30 @@ def nemo_rl(options: argparse.Namespace) -> int:
     return code
 
 
+def observe(options: argparse.Namespace) -> int:
+    from rollway.bench.observe import PARTS, ObserveBench, format_figures
+
+    parts = _read_parts(options, PARTS) or PARTS
+    if min(options.rounds, options.workers, options.tokens) < 1:
+        raise UsageError("That is too little to measure.", "Give at least 1.")
+    bench = ObserveBench(
+        _build_demo_model,
+        print_progress,
+        _read_spec(options),
+        options.rounds,
+        options.workers,
+        options.tokens,
+        has_traces=not options.no_traces,
+    )
+    code = 0
+    try:
+        bench.run(parts)
+    except KeyboardInterrupt:
+        bench.figures["is_interrupted"], code = True, 130
+    _print_figures(options, bench.as_json(), format_figures)
+    return code
+
+
 def gpu(options: argparse.Namespace) -> int:
     require("torch")
     from rollway.bench.gpu import run_command

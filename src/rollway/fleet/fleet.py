@@ -35,9 +35,11 @@ from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.service import Service
 from rollway.fleet.sleep import Sleeper, asleep_error
 from rollway.fleet.stages import split_in_stages
+from rollway.fleet.traces import RefitTrace
 from rollway.fleet.updates import Recipes, Update, Weights
 from rollway.fleet.worker_refit import Observer, RefitPlan, Replace
 from rollway.http import Http
+from rollway.observe.traces import Tracer
 from rollway.orders import read_stack_secret
 from rollway.versions import FleetVersions, Ticket, VersionRecord
 from rollway.weights.checkpoint import check_checkpoint
@@ -85,6 +87,9 @@ class Fleet:
         """Called with each step of a refit and its worker, before the step."""
         self.history: DriverHistory | None = None
         """Where refits, joins and leaves are recorded."""
+        self.tracer: Tracer | None = None
+        """Makes a span of each refit."""
+        self._trace: RefitTrace | None = None
         self.adapters = Adapters(self.admin, self._secret)
         self._sleeper = Sleeper(self.admin, self.versions, lambda worker: self._supervised(worker))
         self._roots = roots
@@ -423,11 +428,15 @@ class Fleet:
 
     def _make_observer(self, version: int) -> Observer | None:
         history, observer = self.history, self.observer
-        if history is None:
+        trace = self._trace = None if self.tracer is None else RefitTrace(self.tracer, version)
+        if history is None and trace is None:
             return observer
 
         async def observe(step: str, worker: Worker) -> None:
-            history.note_step(version, step, worker)
+            if history is not None:
+                history.note_step(version, step, worker)
+            if trace is not None:
+                trace.note_step(step, worker)
             if observer is not None:
                 await observer(step, worker)
 
@@ -453,7 +462,10 @@ class Fleet:
         )
 
     async def _follow(self, refit: Refit, work: Awaitable[RefitReport]) -> RefitReport:
-        """Wait for a refit, and record it if this stack is recorded."""
+        """Wait for a refit; record and trace it if this stack is recorded or traced."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            work = trace.follow(refit, work)
         if self.history is None:
             return await work
         try:

@@ -10,7 +10,8 @@ that was full gets the rest of a torn line first, so that line is whole again.
 
 Samples have files of their own, because they are many: rollway.observe.thinning bounds their size.
 Events are never left out. Times `t` are seconds since 1970; `clock.offset` in the header is
-what has to be added to get the time of the node of the stack's services.
+what has to be added to get the time of the node of the stack's services. Another header follows
+when it is measured anew.
 """
 
 from __future__ import annotations
@@ -43,13 +44,16 @@ THINNED = frozenset({"sample", "rollouts", "step"})
 LARGEST_QUEUE = 10_000
 LARGEST_BYTES = 256 << 20
 RETRY_SECONDS = 1.0
+SMALLEST_OFFSET = 0.02
+"""Clocks that differ less count as equal: the measurement is not better."""
 _PENDING_BYTES = 1 << 20
 
 Entry = dict[str, Any]
 
 
 class Recorder:
-    """Writes the entries of one process. Its file appears with its first entry.
+    """Writes the entries of one process. Its file appears with its first entry. `began` is the
+    time before which it has none, by default now.
 
     Example:
         recorder = Recorder(directory, "driver", stack="policy", run=run_id)
@@ -65,6 +69,7 @@ class Recorder:
         stack: str = "",
         run: str = "",
         offset: float = 0.0,
+        began: float | None = None,
         largest_bytes: int = LARGEST_BYTES,
     ) -> None:
         self.directory = directory
@@ -74,6 +79,7 @@ class Recorder:
         self.dropped = 0
         """How many entries were not recorded."""
         self._offset = offset
+        self._first_time = began
         self._largest_bytes = largest_bytes
         self._starting = threading.Lock()
         self._begin()
@@ -81,7 +87,7 @@ class Recorder:
     def _begin(self) -> None:
         """Begin with an empty queue and no file: at first, and in a child after a fork."""
         self._pid = os.getpid()
-        self._began = time.time()
+        self._began = time.time() if self._first_time is None else self._first_time
         self._queue: deque[Entry] = deque()
         self._queued = 0
         self._taken = 0
@@ -111,6 +117,12 @@ class Recorder:
     def event(self, event: str, detail: str = "", **fields: Any) -> None:
         """Queue an event."""
         self.write("event", event=event, detail=detail, **fields)
+
+    def set_offset(self, offset: float) -> None:
+        """Note how far this clock is from that of the stack's services, for entries from now on."""
+        if abs(offset - self._offset) >= SMALLEST_OFFSET:
+            self._offset = offset
+            self.write(**{**self._make_header(), "t": time.time()})
 
     def flush(self, seconds: float = 5.0) -> bool:
         """Wait until all entries so far are written; return False if that takes too long."""
@@ -231,8 +243,11 @@ class _Writer:
             line = msgspec.json.encode(entry, enc_hook=str)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
             return False
-        file = self._samples if entry["kind"] in THINNED else self._main
-        file.pending += line + b"\n"
+        files = [self._samples if entry["kind"] in THINNED else self._main]
+        if entry["kind"] == "header":  # one that has not begun yet begins with it
+            files = [file for file in (self._main, self._samples) if file.is_open]
+        for file in files:
+            file.pending += line + b"\n"
         return True
 
     def write(self) -> None:

@@ -18,13 +18,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakSet
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
+from rollway.observe import traces
 from rollway.observe.record import Recorder
+from rollway.observe.tally import RolloutTally
 
-_recorders: WeakSet[Recorder] = WeakSet()
+_recorders: WeakKeyDictionary[Recorder, _Source] = WeakKeyDictionary()
 """The recorders of the stacks that this process uses."""
 _current: Step | None = None
+_paused_seconds = 0.0
 
 
 class Step:
@@ -81,13 +85,33 @@ def step(number: int) -> Iterator[Step]:
     _current = current
     began = time.monotonic()
     try:
-        yield current
+        with _trace(number):
+            yield current
     finally:
         _current = before
         seconds = time.monotonic() - began
         parts = current.divide(seconds)
         for recorder in list(_recorders):
             recorder.write("trainer", step=number, seconds=seconds, parts=parts)
+
+
+@contextmanager
+def _trace(number: int) -> Iterator[None]:
+    """Make a span of the step, the parent of its rollouts and refits, if traces are on."""
+    tracer = traces.open_tracer()
+    if tracer is None:
+        yield
+        return
+    span = tracer.begin("rollway.step")
+    before = traces.set_parent(span)
+    try:
+        yield
+    except BaseException as error:
+        span.error = str(error) or type(error).__name__
+        raise
+    finally:
+        traces.set_parent(before)
+        span.finish({"rollway.step": number})
 
 
 def note_mismatch(
@@ -115,16 +139,69 @@ def note_mismatch(
         recorder.write("mismatch", version=version, k1=k1, k3=k3, max=max, tokens=tokens)
 
 
+def end_step(number: int, *, publish: float) -> None:
+    """Record a step of a trainer of which only the refits are known: integrations call this after
+    each. A step lasts from one refit to the next.
+
+    Time in which rollouts were under way counts as `generate`, other time as `train`. A trainer
+    that generates and trains at once seems to generate all the time. In a block of `step` nothing
+    is recorded: the block knows better.
+
+    Args:
+        number: the number of the step.
+        publish: the seconds that publishing and the refit took.
+    """
+    if _current is not None:
+        return
+    now = time.monotonic()
+    for recorder, source in list(_recorders.items()):
+        marks = source.marks
+        source.marks = _Marks(now, source.busy_seconds, _paused_seconds)
+        if marks is None:  # when the first step began is not known
+            continue
+        seconds, paused = now - marks.at, _paused_seconds - marks.paused
+        step = Step(number)
+        step.add("publish", min(publish, seconds))
+        step.add("paused", min(paused, seconds))
+        step.add("generate", min(source.busy_seconds - marks.busy, max(0.0, seconds - publish)))
+        parts = step.divide(seconds)
+        parts["train"] = parts.pop("wait")
+        recorder.write("trainer", step=number, seconds=seconds, parts=parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """What a clock and counters showed at the end of a step."""
+
+    at: float
+    busy: float
+    paused: float
+
+
+@dataclass(slots=True)
+class _Source:
+    """What is known of one stack that this process uses."""
+
+    tally: RolloutTally | None = None
+    marks: _Marks | None = None
+
+    @property
+    def busy_seconds(self) -> float:
+        return 0.0 if self.tally is None else self.tally.busy_seconds
+
+
 def note_paused(seconds: float) -> None:
     """Count what a refit paused in the step that is under way."""
+    global _paused_seconds
+    _paused_seconds += seconds
     if _current is not None:
         _current.add("paused", seconds)
 
 
-def register(recorder: Recorder) -> None:
-    """Have steps recorded for a stack that this process uses."""
-    _recorders.add(recorder)
+def register(recorder: Recorder, tally: RolloutTally | None = None) -> None:
+    """Have steps recorded for a stack that this process uses; `tally` counts its rollouts."""
+    _recorders[recorder] = _Source(tally)
 
 
 def unregister(recorder: Recorder) -> None:
-    _recorders.discard(recorder)
+    _recorders.pop(recorder, None)

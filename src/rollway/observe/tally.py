@@ -52,7 +52,10 @@ class RolloutTally:
         self._recorder = recorder
         self._seconds = seconds
         self._timer: asyncio.TimerHandle | None = None
-        self._began = time.monotonic()
+        self._began = self._busy_until = time.monotonic()
+        self.busy_seconds = 0.0
+        """For how long a rollout was under way, since this began; a gap between two rollouts
+        counts as one, also if a third that ends later covers it."""
         self._reset()
 
     def _reset(self) -> None:
@@ -81,6 +84,9 @@ class RolloutTally:
         self._prompt_tokens += prompt_tokens
         self._cached_tokens += cached_tokens
         self._continued += is_continued
+        now = time.monotonic()
+        self.busy_seconds += min(seconds, now - self._busy_until)
+        self._busy_until = now
         self._latency.add(seconds)
         self._lengths.add(tokens)
         self._set_timer()

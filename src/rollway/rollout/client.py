@@ -20,6 +20,8 @@ import msgspec
 
 from rollway.errors import RequestFailed, RolloutError, UsageError
 from rollway.http import read_error_message
+from rollway.observe.traces import HEADER
+from rollway.observe.traces import Span as TraceSpan
 from rollway.rollout.completion import Assembly, Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import (
@@ -84,10 +86,11 @@ class Rollouts(Sender):
             raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
         session = group or uuid.uuid4().hex
         chosen = sampling or Sampling()
+        sample = self._sample if self.tracer is None else self._sample_traced
         if n == 1:  # in the caller's task, so a cancelled call is either complete or has no token
-            return [await self._sample(prompt, chosen, session, version, salt)]
+            return [await sample(prompt, chosen, session, version, salt)]
         seeded = ((chosen.offset_seed(i), share_session(session, i)) for i in range(n))
-        return await all_or_none(self._sample(prompt, *each, version, salt) for each in seeded)
+        return await all_or_none(sample(prompt, *each, version, salt) for each in seeded)
 
     async def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1
@@ -137,46 +140,72 @@ class Rollouts(Sender):
             raise UsageError(f"The wire `{self.wire.name}` cannot stream.", "Use `completions`.")
         trajectory = Trajectory(check_prompt(prompt_ids), sampling or Sampling(), self.adapter)
         session, trouble = group or uuid.uuid4().hex, Trouble(self._patience)
-        async with self._slots, self._deadline():
-            began, is_first = time.monotonic(), True
-            while True:
-                ticket = await self._ticket(trouble)
-                body, assembly = self._request(trajectory, ticket, stream=True)
-                try:
-                    async with self._http.stream_lines(
-                        self._url, body, timeout=self._timeout, headers={SESSION_HEADER: session}
-                    ) as lines:
-                        async for event in events(lines):
-                            if tokens := assembly.add(event):
-                                trouble = Trouble(self._patience)
-                                if is_first and self.tally is not None:
-                                    self.tally.add_first_token(time.monotonic() - began)
-                                is_first = False
-                                yield tokens
-                except RequestFailed as error:  # the status of the answer: no token has arrived
-                    if not is_temporary(error):
-                        raise
-                    self._count_retry(error)
-                    # The session may be bound to a worker that serves an older version.
-                    session = uuid.uuid4().hex
-                    await trouble.wait(describe_error(error, self.model))
-                    await self._refresh_workers()
-                    continue
-                leg = assembly.finish()
-                rollout = await self._add_leg(trajectory, leg, ticket, streamed=True)
-                if rollout is not None:
-                    break
-                if not leg.token_ids:
-                    await trouble.wait(make_retry_error(leg))
+        with self._trace() as span:
+            async with self._slots, self._deadline():
+                began, is_first = time.monotonic(), True
+                while True:
+                    ticket = await self._ticket(trouble)
+                    body, assembly = self._request(trajectory, ticket, stream=True)
+                    headers = {SESSION_HEADER: session}
+                    if span is not None:
+                        headers[HEADER] = span.header
+                    try:
+                        async with self._http.stream_lines(
+                            self._url, body, timeout=self._timeout, headers=headers
+                        ) as lines:
+                            async for event in events(lines):
+                                if tokens := assembly.add(event):
+                                    trouble = Trouble(self._patience)
+                                    if is_first and self.tally is not None:
+                                        self.tally.add_first_token(time.monotonic() - began)
+                                    is_first = False
+                                    yield tokens
+                    except RequestFailed as error:  # the status of the answer: no token has arrived
+                        if not is_temporary(error):
+                            raise
+                        self._count_retry(error, span)
+                        # The session may be bound to a worker that serves an older version.
+                        session = uuid.uuid4().hex
+                        await trouble.wait(describe_error(error, self.model))
+                        await self._refresh_workers()
+                        continue
+                    leg = assembly.finish()
+                    rollout = await self._add_leg(trajectory, leg, ticket, streamed=True)
+                    if rollout is not None:
+                        break
+                    if not leg.token_ids:
+                        await trouble.wait(make_retry_error(leg))
+            if span is not None:
+                span.finish(describe_rollout(self.model, rollout))
         self._count(rollout, trajectory, began)
         yield rollout
 
-    async def _sample(
+    async def _sample_traced(
         self, prompt: list[int], sampling: Sampling, session: str, version: int | None, salt: str
+    ) -> Rollout:
+        """Sample in a span, which is the parent of the frontend's."""
+        assert self.tracer is not None
+        span = self.tracer.begin("rollway.rollout", is_client=True)
+        try:
+            rollout = await self._sample(prompt, sampling, session, version, salt, span)
+        except BaseException as error:
+            span.finish({"rollway.model": self.model}, error=error)
+            raise
+        span.finish(describe_rollout(self.model, rollout))
+        return rollout
+
+    async def _sample(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        session: str,
+        version: int | None,
+        salt: str,
+        span: TraceSpan | None = None,
     ) -> Rollout:
         """Sample until the rollout is complete and every token has a version."""
         trajectory = Trajectory(prompt, sampling, self.adapter, salt)
-        attempt = self._attempt(session)
+        attempt = self._attempt(session, span)
         async with self._slots, self._deadline():
             began = time.monotonic()
             while True:
@@ -192,6 +221,8 @@ class Rollouts(Sender):
                 if rollout is not None:
                     self._count(rollout, trajectory, began)
                     return rollout
+                if span is not None:
+                    span.add_event("retry", cause=leg.finish_reason)
                 if len(trajectory.token_ids) > before:
                     attempt.trouble = Trouble(self._patience)
                 else:
@@ -269,6 +300,21 @@ class Rollouts(Sender):
             stream=stream,
         )
         return body, self.wire.assembly(sampling, len(prompt))
+
+
+def describe_rollout(model: str, rollout: Rollout) -> dict[str, Any]:
+    """Return the attributes of a rollout's span."""
+    worker = rollout.worker_id
+    return {
+        "rollway.model": model,
+        "rollway.version": rollout.weight_version,
+        "rollway.worker": None if worker is None else str(worker),
+        "rollway.tokens": len(rollout.token_ids),
+        "rollway.prompt_tokens": len(rollout.prompt_ids),
+        "rollway.cached_tokens": rollout.cached_tokens,
+        "rollway.finish_reason": rollout.finish_reason,
+        "rollway.spans": len(rollout.spans),
+    }
 
 
 def share_session(session: str, index: int) -> str:

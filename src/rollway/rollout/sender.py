@@ -28,6 +28,7 @@ from typing import Any, TypedDict, TypeVar
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
 from rollway.http import Http, Retry
 from rollway.observe.tally import RolloutTally
+from rollway.observe.traces import HEADER, Span, Tracer
 from rollway.rollout.completion import Completion
 from rollway.rollout.wire import COMPLETIONS, GENERATE, Wire, has_route
 from rollway.versions import FleetVersions, Ticket
@@ -58,6 +59,8 @@ class Sender:
 
     tally: RolloutTally | None = None
     """Counts what is returned and what is repeated, for the record of the run."""
+    tracer: Tracer | None = None
+    """Makes a span of each rollout."""
 
     def __init__(
         self,
@@ -89,9 +92,23 @@ class Sender:
         self.in_flight = 0
         """Requests whose answers are not processed yet. Their tokens would be lost."""
 
-    def _attempt(self, session: str | None = None) -> Attempt:
+    def _attempt(self, session: str | None = None, span: Span | None = None) -> Attempt:
         pins = Pins(self._versions, able=self.wire.routed)
-        return Attempt(session or uuid.uuid4().hex, Trouble(self._patience), pins)
+        return Attempt(session or uuid.uuid4().hex, Trouble(self._patience), pins, span)
+
+    @contextmanager
+    def _trace(self) -> Iterator[Span | None]:
+        """Begin a span of a rollout, and end it if the block raises; the block ends it otherwise.
+        None without traces."""
+        if self.tracer is None:
+            yield None
+            return
+        span = self.tracer.begin("rollway.rollout", is_client=True)
+        try:
+            yield span
+        except BaseException as error:
+            span.finish({"rollway.model": self.model}, error=error)
+            raise
 
     async def _send(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
         """Return the answer, or None after a temporary failure and a wait."""
@@ -99,6 +116,8 @@ class Sender:
         # Dynamo prefers the worker of a session to a pinned one, so a pinned request has no
         # session.
         headers = {} if pins.now is not None else {SESSION_HEADER: attempt.session}
+        if attempt.span is not None:
+            headers[HEADER] = attempt.span.header
         try:
             with self._count_in_flight():
                 return await self._http.post(
@@ -108,7 +127,7 @@ class Sender:
             if not (pins.now or is_temporary(error)):
                 raise describe_error(error, self.model) from error
             await self._refuse_missing_route(error)
-            self._count_retry(error)
+            self._count_retry(error, attempt.span)
             pins.exclude_current(ticket)
             # The session may be bound to a worker that died or serves an older version.
             attempt.session = uuid.uuid4().hex
@@ -116,11 +135,12 @@ class Sender:
             await self._refresh_workers()
             return None
 
-    def _count_retry(self, error: Unreachable | RequestFailed) -> None:
+    def _count_retry(self, error: Unreachable | RequestFailed, span: Span | None) -> None:
+        cause = "unreachable" if isinstance(error, Unreachable) else f"status {error.status}"
         if self.tally is not None:
-            self.tally.add_retry(
-                "unreachable" if isinstance(error, Unreachable) else f"status {error.status}"
-            )
+            self.tally.add_retry(cause)
+        if span is not None:
+            span.add_event("retry", cause=cause, detail=error.message)
 
     @contextmanager
     def _count_in_flight(self) -> Iterator[None]:
@@ -204,6 +224,7 @@ class Attempt:
     session: str
     trouble: Trouble
     pins: Pins
+    span: Span | None = None
 
     async def retry_elsewhere(self, ticket: Ticket, answer: Completion | None = None) -> None:
         """Wait and choose another worker, after an answer that cannot be used."""

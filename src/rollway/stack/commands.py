@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rollway.config import StackSpec, is_loopback
 from rollway.model_spec import ModelSpec, RawArgs
+from rollway.observe.otlp import find_endpoint, read_protocol
 from rollway.ranks import PlacedWorker, normalise_option
 from rollway.stack import workers
 from rollway.stack.preset import (
@@ -105,6 +106,26 @@ def make_planes_env(spec: StackSpec, host: str) -> dict[str, str]:
         if not is_loopback(host):
             env["DYN_EVENT_PLANE_HOST"] = host
     return env
+
+
+def make_traces_env(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what makes Dynamo send its spans where OpenTelemetry's variables say; empty if they
+    name no place. Dynamo then sends its logs, too, and by default to a port of this machine."""
+    url = find_endpoint(environment)
+    if url is None:
+        return {}
+    protocol, logs = read_protocol(environment), url.replace("/v1/traces", "/v1/logs")
+    return {
+        "OTEL_EXPORT_ENABLED": "true",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": url,
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol,
+        "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": environment.get(
+            "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", logs
+        ),
+        "OTEL_EXPORTER_OTLP_LOGS_PROTOCOL": environment.get(
+            "OTEL_EXPORTER_OTLP_LOGS_PROTOCOL", protocol
+        ),
+    }
 
 
 def make_flags(args: RawArgs) -> list[str]:

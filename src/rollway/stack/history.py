@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollway.config import StackSpec
+from rollway.observe.clock import Clock, follow_clock
 from rollway.observe.record import Recorder
 from rollway.observe.runs import prune_runs, remove_run
 from rollway.observe.sample import Sampler, Target
@@ -24,6 +25,7 @@ class StackHistory:
         self._directory = find_record_dir(state)
         self._recorder: Recorder | None = None
         self._sampler: Sampler | None = None
+        self._clock: Clock | None = None
         self._workers: list[dict[str, Any]] = []
         self._noted_at = float("-inf")
         self._stack, _, run = spec.observe.part_of.partition("/")
@@ -75,10 +77,14 @@ class StackHistory:
             exclude=observe.exclude,
         )
         self._sampler.start()
+        if self._spec.join is not None:
+            self._clock = follow_clock(self._recorder, self._spec.join.frontend)
 
     def stop_sampling(self) -> None:
         if self._sampler is not None:
             self._sampler.close()
+        if self._clock is not None:
+            self._clock.close()
 
     def close(self, *, ended_well: bool) -> None:
         """Write what is left. Runs beyond `keep_runs`, which counts this one, too, are removed."""

@@ -25,6 +25,7 @@ from rollway.stack.commands import (
     get_dial_address,
     make_frontend_command,
     make_planes_env,
+    make_traces_env,
     make_worker_command,
 )
 from rollway.stack.locks import Lease
@@ -243,6 +244,7 @@ class _Planner:
             "DYN_SDK_DISABLE_ANSI_LOGGING": "1",  # logs are files
             **make_planes_env(spec, host),
         }
+        env |= make_traces_env({**os.environ, **spec.env})
         if spec.discovery == "file":
             env["DYN_FILE_KV"] = str(self.discovery_dir)
         if self.etcd:

@@ -18,6 +18,7 @@ import ipaddress
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from rollway import private
 from rollway.config import StackSpec, check_stack_name, is_loopback
 from rollway.errors import RollwayError, StateUnreadable, UsageError
 from rollway.model_spec import slug
+from rollway.observe.runs import prune_runs
 from rollway.processes import ProcessId, boot_id
 from rollway.stack.run_dir import RUN_ID, SECRET_NAME, validate_state
 
@@ -46,6 +48,8 @@ WAITS_FOR_REPLICA = "waiting for its replica"
 
 LARGEST_STATE = 16 << 20  # bytes; the state of 4,096 workers has 3 MB
 _LARGEST_HISTORY = 4 << 20
+KEPT_ATTACHED = 5
+"""How many runs with a stack that Rollway did not start keep their record."""
 
 Phase = Literal["starting", "ready", "stopping", "failed"]
 
@@ -192,6 +196,14 @@ def choose_record_dir(spec: StackSpec, run_id: str) -> str:
 def find_record_dir(state: StackState) -> Path | None:
     """Return the directory of a run's record as this process sees it; None if there is none."""
     return home() / state.record_dir if state.record_dir else None
+
+
+def choose_attached_dir(frontend_url: str) -> Path:
+    """Return where a process records what it does with a stack that Rollway did not start; old
+    runs with that stack are removed. The directory appears with the first entry."""
+    runs = home() / "runs"
+    prune_runs(runs, frontend_url, KEPT_ATTACHED - 1)
+    return runs / f"attached-{secrets.token_hex(6)}"
 
 
 class StackDir:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollway.observe import note_mismatch, step, steps
+from rollway.observe import end_step, note_mismatch, step, steps
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
 from rollway.observe.steps import Step
@@ -81,3 +81,31 @@ def test_a_sample_of_many_figures_stays_small_and_close() -> None:
     assert percentiles is not None
     assert len(figures.__dict__["_values"]) == LARGEST_SAMPLE
     assert abs(percentiles["p50"] - 50_000) < 10_000
+
+
+async def test_steps_are_known_by_refits_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As integrations tell them: 3 s of rollouts, two at once, 4 s of nothing, 2 s of a refit that
+    pauses for 0.5 s."""
+    clock = [100.0]
+    monkeypatch.setattr(steps.time, "monotonic", lambda: clock[0])
+    recorder = Recorder(tmp_path, "driver")
+    tally = RolloutTally(recorder, seconds=3600.0)
+    steps.register(recorder, tally)
+    try:
+        end_step(1, publish=2.0)  # when it began is not known
+        for clock[0] in (102.0, 103.0):
+            tally.add_rollout(2.0, 1, 0, [(1, 1)])
+        clock[0] = 109.0
+        steps.note_paused(0.5)
+        end_step(2, publish=2.0)
+        with step(3):
+            end_step(3, publish=1.0)  # the block knows better
+    finally:
+        steps.unregister(recorder)
+    recorder.close()
+    first, second = read(tmp_path, "trainer")
+    assert first["step"] == 2 and first["seconds"] == 9.0
+    assert first["parts"] == {"publish": 1.5, "generate": 3.0, "train": 4.0, "paused": 0.5}
+    assert second["step"] == 3 and second["parts"] == {"paused": 0.0}

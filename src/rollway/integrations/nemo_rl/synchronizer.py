@@ -28,6 +28,7 @@ from rollway.integrations.nemo_rl.config import OWN_CATALOG, WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.publish import ENGINE, PublishOptions, Scales
 from rollway.integrations.nemo_rl.stock import StockUpdate, StockWire
+from rollway.observe import end_step
 from rollway.weights.offer import Offer, parse_offer
 
 log = logging.getLogger(__name__)
@@ -140,7 +141,9 @@ class Synchronizer:
                 nbytes, report = self._refit(began, scales)
         self._is_stale = False
         self.report = report
-        figures = describe_refit(report, nbytes, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        end_step(report.version, publish=seconds)  # NeMo-RL does not tell its own number
+        figures = describe_refit(report, nbytes, seconds)
         self._generation.note_refit(figures)
         return figures
 

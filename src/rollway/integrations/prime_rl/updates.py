@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ from rollway.gateway.replies import Refused
 from rollway.integrations.prime_rl.directories import BroadcastRules, FileStamp, read_step
 from rollway.integrations.prime_rl.groups import Broadcaster, GroupUpdate, InitRequest
 from rollway.integrations.prime_rl.memory import Memory, Phase
+from rollway.observe import end_step
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +246,7 @@ class WeightUpdates:
         self._log_step(step, version)
         self.updates += 1
         # Before the first worker changes: if this process ends now, its successor must not resume.
-        was, why = self.memory.record.phase, self.memory.record.cause
+        was, why, began = self.memory.record.phase, self.memory.record.cause, time.monotonic()
         self._remember("failed", f"the server ended during the update to step {step}.")
         try:
             # prime-rl sends bf16, whatever is served, and no config.json.
@@ -260,6 +262,7 @@ class WeightUpdates:
             # A broadcast over a group is sent once, so prime-rl must not repeat the call.
             status = 409 if isinstance(weights, GroupUpdate) else 503
             raise Refused(status, str(error), kind="refit_error") from error
+        end_step(version if step is None else step, publish=time.monotonic() - began)
         self.memory.record.step, self.memory.record.version = step, version
         self._remember("paused")
         return version

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from rollway.integrations.verl.verl_buckets import (
     iterate,
     make_bucket_update,
 )
+from rollway.observe import end_step
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 from rollway.weights.transports.choose import LOOPBACK, Destination, open_publisher
@@ -125,8 +127,9 @@ class PoolWeights:
 
     async def _run_refit(self, update: Weights, step: int | None) -> dict[str, float]:
         # The version is used up even if the refit fails: some workers may serve it by then.
-        version = self.versions.add(step)
+        version, began = self.versions.add(step), time.monotonic()
         report = await self.stack.refit(version, update, allow_cast=True)
+        end_step(version if step is None else step, publish=time.monotonic() - began)
         return {"seconds": report.seconds, "paused_seconds": report.paused_seconds}
 
     async def load_adapter(

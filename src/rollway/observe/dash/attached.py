@@ -33,7 +33,7 @@ def record_attached(url: str) -> Iterator[Path]:
     name = f"attached-{secrets.token_hex(6)}"
     recorder = Recorder(private.make_directory(runs / name), "driver", stack=url, run=name)
     stop = threading.Event()
-    with rollway.attach(url, watch=False) as stack:  # raises if nobody answers there
+    with rollway.attach(url, watch=False, record=False) as stack:  # raises if nobody answers there
         recorder.event("attached", f"serves {', '.join(stack.models)}")
         recorder.flush()
         target = Target("frontend", f"{stack.frontend_url}/metrics", "frontend")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rollway.errors import RollwayError, UsageError
@@ -13,6 +14,7 @@ from rollway.observe.dash.source import Phase, Source
 from rollway.observe.read import Run
 from rollway.stack import local
 from rollway.stack.ray import launcher
+from rollway.stack.ray.mirror import Mirror
 from rollway.stack.state import StackDir, StackState, find_record_dir, home
 
 
@@ -27,7 +29,9 @@ def open_source(name: str | None, directory: Path | None) -> Iterator[Source]:
             source.get_phase = lambda: "live"
             yield source
     else:
-        yield open_stack(launcher.resolve_name(name))
+        name = launcher.resolve_name(name)
+        with _bring_nodes_together(name):
+            yield open_stack(name)
 
 
 def open_directory(directory: Path) -> Source:
@@ -49,7 +53,7 @@ def open_stack(name: str) -> Source:
     directory = find_record_dir(state)
     if directory is None:
         raise UsageError(
-            f"`{name}` records nothing.", "Say `observe: on` in its spec, and start it again."
+            f"`{name}` records nothing.", "Remove `observe: off` from its spec, and start it again."
         )
     if not directory.is_dir():
         raise RollwayError(
@@ -63,6 +67,22 @@ def open_stack(name: str) -> Source:
     else:
         source.get_phase = lambda: get_phase(name, state)
     return source
+
+
+@contextmanager
+def _bring_nodes_together(name: str) -> Iterator[None]:
+    """Have the record of all nodes of a stack on Ray in its directory here."""
+    is_local = "/" not in name and StackDir(name).read() is not None
+    running = None if is_local or not launcher.may_reach_cluster() else launcher.find(name)
+    directory = None if running is None else find_record_dir(running.state)
+    if running is None or directory is None:
+        yield
+        return
+    try:
+        with Mirror(directory, partial(running.access.call, "read_record")).follow():
+            yield
+    finally:
+        running.close()
 
 
 def _find_on_ray(name: str) -> StackState | None:

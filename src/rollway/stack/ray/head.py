@@ -26,6 +26,7 @@ from rollway.errors import RollwayError, StartError
 from rollway.stack.ray import cluster
 from rollway.stack.ray.healing import Events, Healing
 from rollway.stack.ray.ledger import Ledger
+from rollway.stack.ray.mirror import Pieces
 from rollway.stack.ray.parts import SERVICES, Parts
 from rollway.stack.ray.placement import Placement
 from rollway.stack.state import StackState
@@ -237,6 +238,21 @@ class Head:
                 if answer is not None:
                     return answer
         return None
+
+    async def read_record(
+        self, known: dict[str, dict[str, int]], own: frozenset[str]
+    ) -> dict[str, Pieces]:
+        """Return what each node has recorded and the reader does not have."""
+        keepers = {node[:12]: keeper for node, keeper in self._parts.record.keepers.items()}
+        calls = [
+            keeper.read_record.remote(known.get(node, {}), own) for node, keeper in keepers.items()
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)  # a node may be lost
+        return {
+            node: parts
+            for node, parts in zip(keepers, answers, strict=True)
+            if isinstance(parts, dict)
+        }
 
     # --- the record of versions, and the lock of refits ------------------------------------------
 

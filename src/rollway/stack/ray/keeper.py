@@ -28,8 +28,16 @@ from rollway.private import is_plain_name
 from rollway.stack import local, logs, preset
 from rollway.stack.locks import Lease
 from rollway.stack.ray import cluster
+from rollway.stack.ray.mirror import Pieces, read_record
 from rollway.stack.ray.node_check import find_problem
-from rollway.stack.state import StackDir, StackState, is_ray_part, list_stacks, read_secret
+from rollway.stack.state import (
+    StackDir,
+    StackState,
+    find_record_dir,
+    is_ray_part,
+    list_stacks,
+    read_secret,
+)
 
 if TYPE_CHECKING:
     from rollway.fleet.discovery import Worker
@@ -185,6 +193,16 @@ class Keeper:
             while len(self._followers) > _MAX_FOLLOWERS:  # readers that were killed
                 self._followers.pop(next(iter(self._followers))).close()
         return await asyncio.to_thread(self._followers[key].read)
+
+    async def read_record(self, known: dict[str, int], own: frozenset[str]) -> Pieces:
+        """Return what this node has recorded of the run and the reader does not have."""
+        return await asyncio.to_thread(self._read_record, known, own)
+
+    def _read_record(self, known: dict[str, int], own: frozenset[str]) -> Pieces:
+        for state in self._read():
+            if (directory := find_record_dir(state)) is not None:
+                return read_record(directory, known, own)
+        return {}
 
     def _find_log(self, process: str) -> Path | None:
         for state in self._read() if is_plain_name(process) else ():

@@ -1,0 +1,118 @@
+"""Measure the page in Chromium, and the report, of a day's run with 128 workers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rollway.bench import Say
+from rollway.bench.browser import CHROMIUM, MISSING, Browser, Page, open_browser
+from rollway.bench.observe_day import DAY_SECONDS, write_day
+from rollway.bench.observe_traffic import start_process
+from rollway.errors import RollwayError, UsageError
+
+FEW, MANY = 4, 128
+HOUR_SECONDS = 3600.0
+LIVE_SECONDS = 20.0
+_ROUNDS = 3
+_READY = "document.body?.dataset.ready === 'yes'"
+_CLICKS = """(async () => {
+  const heads = [...document.querySelectorAll('th button')], times = [];
+  for (let number = 0; number < 12; number++) {
+    const began = performance.now();
+    heads[number % heads.length].click();
+    // The second frame begins when the first, which shows the answer, is painted.
+    await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+    times.push(performance.now() - began);
+  }
+  return times.sort((a, b) => a - b)[6];
+})()"""
+
+
+def write_runs(scratch: Path, say: Say) -> dict[str, Path]:
+    """Write the runs that are shown: an hour of few workers, a day of many."""
+    say(f"writing a day of {MANY} workers")
+    runs = {"few": scratch / "hour", "many": scratch / "day"}
+    if not runs["few"].exists():
+        write_day(runs["few"], FEW, HOUR_SECONDS)
+        write_day(runs["many"], MANY, DAY_SECONDS)
+    return runs
+
+
+async def measure_page(scratch: Path, say: Say, figures: dict[str, Any]) -> None:
+    """Measure clicks, the bytes of a load, and the bytes of a run that goes on."""
+    if CHROMIUM is None:
+        raise UsageError(f"T{MISSING[1:]}.", "Install it, or leave this part out with --only.")
+    runs = write_runs(scratch, say)
+    clicks: dict[str, list[float]] = {name: [] for name in runs}
+    loads: dict[str, int] = {}
+    async with open_browser() as browser:
+        for number in range(_ROUNDS):
+            for name in list(runs)[:: 1 if number % 2 else -1]:
+                argv = ("rollway.cli", "dash", "--run", str(runs[name]))
+                async with start_process(*argv, "--json", "--port", "0", "--no-open") as dash:
+                    page = await _open(browser, dash.told["url"])
+                    loads[name] = page.received_bytes
+                    clicks[name].append(await page.run(_CLICKS))
+                    await page.close()
+        live = await _measure_live(browser, scratch / "live")
+    medians = {name: median(times) for name, times in clicks.items()}
+    figures.update(
+        click_ms=medians,
+        click_ratio=medians["many"] / medians["few"],
+        load_kb=loads["many"] / 1e3,
+        live_kb_per_second=live / 1e3,
+    )
+    say(f"page: {medians['many']:.0f} ms to answer a click, {medians['few']:.0f} with few workers")
+
+
+async def _measure_live(browser: Browser, directory: Path) -> float:
+    """Return the bytes per second of the page of a run that is written meanwhile."""
+    writer = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollway.bench.made_run", str(directory)),
+        *("--workers", str(MANY), "--seconds", "60", "--live"),
+    )
+    try:
+        while not any(directory.glob("driver*")):  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.1)
+        argv = ("rollway.cli", "dash", "--run", str(directory))
+        async with start_process(*argv, "--json", "--port", "0", "--no-open") as dash:
+            page = await _open(browser, dash.told["url"])
+            await asyncio.sleep(2.0)  # what was written before it was opened
+            began, before = time.monotonic(), page.received_bytes
+            await asyncio.sleep(LIVE_SECONDS)
+            return (page.received_bytes - before) / (time.monotonic() - began)
+    finally:
+        writer.kill()
+        await writer.wait()
+
+
+async def _open(browser: Browser, url: str) -> Page:
+    page = await browser.open(url)
+    await page.wait_for(_READY, 120.0)
+    return page
+
+
+def measure_report(scratch: Path, say: Say, figures: dict[str, Any]) -> None:
+    """Measure the time and the memory of `rollway report` of a day's run."""
+    if importlib.util.find_spec("rollway.observe.report") is None:
+        raise RollwayError("This Rollway has no command `report`.", "")
+    run, out = write_runs(scratch, say)["many"], scratch / "report.html"
+    argv = [sys.executable, "-m", "rollway.cli", "report", str(run), "--out", str(out)]
+    began = time.monotonic()
+    pid = os.spawnv(os.P_NOWAIT, sys.executable, argv)
+    _, status, usage = os.wait4(pid, 0)
+    if status:
+        raise RollwayError("`rollway report` failed.", "Its error is above.")
+    figures.update(
+        seconds=time.monotonic() - began,
+        mb=usage.ru_maxrss * 1024 / 1e6,
+        file_kb=out.stat().st_size / 1e3,
+    )
+    say(f"report: {figures['seconds']:.1f} s, {figures['mb']:.0f} MB")

@@ -1,0 +1,248 @@
+"""Spans: OpenTelemetry's own messages read what is sent; nothing is loaded without an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rollway
+from rollway.errors import RolloutError
+from rollway.http import Http
+from rollway.observe import traces
+from rollway.observe.otlp import encode_request, encode_span, find_endpoint
+from rollway.observe.traces import LARGEST_QUEUE, Tracer, open_tracer
+from rollway.rollout.client import Rollouts
+from rollway.rollout.sampling import Sampling
+from rollway.stack.commands import make_traces_env
+from rollway.versions import FleetVersions
+from tests.observe.otlp_receiver import Receiver, decode, open_receiver
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+INT64 = st.integers(-(2**63), 2**63 - 1)
+VALUES = st.text(max_size=100) | st.booleans() | INT64 | st.floats(allow_nan=False)
+ATTRIBUTES = st.dictionaries(st.text(max_size=20), VALUES, max_size=6)
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    with open_receiver() as receiver:
+        monkeypatch.setenv(ENDPOINT, receiver.url)
+        yield receiver
+
+
+def open_now() -> Tracer:
+    tracer = open_tracer()
+    assert tracer is not None
+    return tracer
+
+
+@given(
+    name=st.text(max_size=40),
+    ids=st.tuples(st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.integers(0, 2**64 - 1)),
+    times=st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)),
+    attributes=ATTRIBUTES,
+    events=st.lists(st.tuples(st.text(max_size=9), st.integers(0, 2**62), ATTRIBUTES), max_size=3),
+    error=st.none() | st.text(max_size=40),
+)
+def test_opentelemetry_reads_every_span(
+    name: str, ids: Any, times: Any, attributes: Any, events: Any, error: str | None
+) -> None:
+    span = encode_span(name, 3, ids, times, attributes, events, error)
+    resource = {"service.name": "rollway", "number": 7}
+    (read,) = decode(encode_request(resource, ("rollway", "1"), [span]))
+    assert (read.service, read.name, read.error) == ("rollway", name, error)
+    assert (int(read.trace, 16), int(read.span, 16)) == ids[:2]
+    assert int(read.parent or "0", 16) == ids[2]
+    assert read.seconds == (times[1] - times[0]) / 1e9
+    assert read.attributes == attributes
+    assert read.events == [(event, fields) for event, _, fields in events]
+
+
+def test_an_attribute_keeps_its_type() -> None:
+    """True, 1 and 1.0 are equal, and one of them may be cached."""
+    for value in (True, 1, 1.0, "1", False, 0):
+        span = encode_span("n", 1, (1, 1, 0), (0, 1), {"key": value})
+        (read,) = decode(encode_request({}, ("rollway", "1"), [span]))
+        assert read.attributes["key"] == value and type(read.attributes["key"]) is type(value)
+
+
+def test_nothing_of_opentelemetry_is_loaded_without_an_endpoint() -> None:
+    script = (
+        "import sys, rollway, rollway.aio\n"
+        "from rollway.observe.traces import open_tracer\n"
+        "assert open_tracer({}) is None\n"
+        "assert open_tracer({'OTEL_SDK_DISABLED': 'true', 'OTEL_EXPORTER_OTLP_ENDPOINT': 'x'})"
+        " is None\n"
+        "print([name for name in sys.modules if name.startswith(('opentelemetry', 'requests'))])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_the_endpoint_of_traces_is_taken_as_it_is() -> None:
+    own, base = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://collector:4318/"
+    assert find_endpoint({ENDPOINT: base}) == "http://collector:4318/v1/traces"
+    assert find_endpoint({ENDPOINT: base, own: "http://tempo/spans"}) == "http://tempo/spans"
+    assert find_endpoint({own: "http://x", "OTEL_TRACES_EXPORTER": "none"}) is None
+    assert make_traces_env({}) == {}
+    env = make_traces_env({ENDPOINT: base})
+    assert env["OTEL_EXPORT_ENABLED"] == "true"
+    assert env["OTEL_EXPORTER_OTLP_LOGS_ENDPOINT"] == "http://collector:4318/v1/logs"
+
+
+def test_a_protocol_that_is_not_spoken_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(traces, "_tracer", None)
+    environment = {ENDPOINT: "http://127.0.0.1:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    assert open_tracer(environment) is None
+    assert "their protocol is grpc" in caplog.text
+
+
+def test_a_step_is_the_parent_of_what_happens_in_it(receiver: Receiver) -> None:
+    tracer = open_now()
+    with rollway.observe.step(7):
+        tracer.begin("inside").finish({})
+    tracer.begin("outside").finish({"missing": None})
+    tracer.flush()
+    (step,), (inside,), (outside,) = map(receiver.find, ("rollway.step", "inside", "outside"))
+    assert step.attributes == {"rollway.step": 7} and step.service == "rollway"
+    assert (inside.trace, inside.parent) == (step.trace, step.span)
+    assert outside.trace != step.trace and outside.parent == "" and outside.attributes == {}
+
+
+def test_the_callers_own_span_is_the_parent(receiver: Receiver) -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+
+    own = TracerProvider().get_tracer("trainer")
+    tracer = open_now()
+    with own.start_as_current_span("train") as span:
+        child = tracer.begin("child")
+    context = span.get_span_context()
+    assert (child.trace_id, child.parent_id) == (context.trace_id, context.span_id)
+
+
+def test_the_sampler_of_the_environment_decides(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    tracer = open_now()
+    span = tracer.begin("n")
+    span.finish({})
+    tracer.flush()
+    assert span.header.endswith("-00") and receiver.spans == []
+
+
+def test_headers_and_compression_are_those_of_the_environment(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20t,x-a=b")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "gzip")
+    tracer = open_now()
+    tracer.begin("n").finish({})
+    tracer.flush()
+    assert [span.name for span in receiver.spans] == ["n"]
+    headers = {name.lower(): value for name, value in receiver.headers[-1].items()}
+    assert headers["authorization"] == "Bearer t" and headers["x-a"] == "b"
+
+
+def test_a_receiver_that_refuses_costs_spans_and_nothing_else(
+    receiver: Receiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = open_now()
+    receiver.status = 503
+    for _ in range(2):
+        tracer.begin("lost").finish({})
+        tracer.flush()
+    assert tracer.dropped == 2 and caplog.text.count("are not accepted") == 1
+    receiver.status = 200
+    tracer.begin("odd").finish({"key": object()})  # type: ignore[dict-item]
+    tracer.begin("kept").finish({})
+    tracer.flush()
+    assert [span.name for span in receiver.spans] == ["kept"] and tracer.dropped == 3
+    monkeypatch.setattr(tracer, "_start", lambda: None)
+    for _ in range(LARGEST_QUEUE + 5):
+        tracer.begin("many").finish({})
+    assert tracer.dropped == 8
+
+
+# --- rollouts ------------------------------------------------------------------------------------
+
+
+class CannedHttp(Http):
+    """Answers at once; a mock, because a failure must come at a chosen attempt."""
+
+    def __init__(self, *answers: Any) -> None:
+        super().__init__()
+        self.answers, self.headers = list(answers), []  # type: ignore[var-annotated]
+
+    async def post(self, url: str, body: Any, *, headers: Any = None, **_: Any) -> Any:
+        self.headers.append(dict(headers))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+ANSWER = {
+    "choices": [{"index": 0, "finish_reason": "length", "text": ""}],
+    "usage": {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    },
+    "nvext": {"completion_token_ids": [5, 6], "worker_id": {"decode_worker_id": 2**60 + 1}},
+}
+
+
+def sample(http: CannedHttp, tracer: Tracer | None) -> Any:
+    client = Rollouts(http, "http://frontend", "tiny", FleetVersions())
+    client.tracer = tracer
+    sampling = Sampling(max_tokens=2, logprobs=False)
+    return asyncio.run(client.generate([1, 2, 3], sampling))
+
+
+def test_a_rollout_has_a_span_and_the_frontend_hears_of_it(receiver: Receiver) -> None:
+    from rollway.errors import RequestFailed
+
+    tracer = open_now()
+    http = CannedHttp(RequestFailed("busy", status=503), ANSWER)
+    sample(http, tracer)
+    tracer.flush()
+    (span,) = receiver.find("rollway.rollout")
+    assert span.attributes == {
+        "rollway.model": "tiny",
+        "rollway.worker": str(2**60 + 1),
+        "rollway.tokens": 2,
+        "rollway.prompt_tokens": 3,
+        "rollway.cached_tokens": 1,
+        "rollway.finish_reason": "length",
+        "rollway.spans": 1,
+    }
+    assert span.events == [("retry", {"cause": "status 503", "detail": "busy"})]
+    header = f"00-{span.trace}-{span.span}-01"
+    assert [headers["traceparent"] for headers in http.headers] == [header] * 2
+
+
+def test_a_rollout_that_fails_has_a_span_with_its_error(receiver: Receiver) -> None:
+    from rollway.errors import RequestFailed
+
+    tracer = open_now()
+    with pytest.raises(RolloutError):
+        sample(CannedHttp(RequestFailed("no such token", status=400)), tracer)
+    tracer.flush()
+    (span,) = receiver.find("rollway.rollout")
+    assert span.error is not None and "no such token" in span.error
+
+
+def test_without_traces_no_header_is_sent() -> None:
+    http = CannedHttp(ANSWER)
+    sample(http, None)
+    assert "traceparent" not in http.headers[0]
