@@ -41,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
         add_commands(_make_add(group))
     _add_gateway(add("gateway", "programs:gateway", "serve an OpenAI endpoint that records tokens"))
     _add_dash(add("dash", "dash:dash", "show a stack, or a recorded run, as a page in the browser"))
+    _add_top(add("top", "dash:top", "show a stack, or a recorded run, in the terminal"))
     _add_chaos(add("chaos", "programs:chaos", "refit while things break, and check every token"))
     _add_demo(add("demo", "programs:demo", "train a tiny policy with GRPO on a real stack"))
     return parser
@@ -206,6 +207,14 @@ def _add_dash(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", action="store_true", help=text)
     text = "whether to open a browser (default: if a person starts it)"
     parser.add_argument("--open", action=argparse.BooleanOptionalAction, default=True, help=text)
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a recorded run instead")
+    parser.add_argument("--once", action="store_true", help="print it once, without Textual")
+    text = "seconds between two looks (default 1; more for a slow line)"
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help=text)
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Find what `rollway dash` is asked for: a stack that is up, an address, a recorded run."""
+"""Find what `rollway dash` and `rollway top` are asked for: a stack, an address, a recorded run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollway.errors import RollwayError, UsageError
-from rollway.observe.dash.attached import record_attached
+from rollway.observe.dash.attached import LISTING_SECONDS, record_attached
 from rollway.observe.dash.source import Phase, Source
 from rollway.observe.read import Run
 from rollway.stack import local
@@ -25,6 +25,7 @@ def open_source(name: str | None, directory: Path | None) -> Iterator[Source]:
         with record_attached(name) as recorded:
             source = _make_source(name, Run(recorded))
             source.get_phase = lambda: "live"
+            source.settle_seconds = LISTING_SECONDS
             yield source
     else:
         yield open_stack(launcher.resolve_name(name))
@@ -54,7 +55,7 @@ def open_stack(name: str) -> Source:
     if not directory.is_dir():
         raise RollwayError(
             f"The record of `{name}` is not on this machine: there is no {directory}.",
-            "Run `rollway dash` on the machine of its head, or with the same ROLLWAY_HOME.",
+            "Run this on the machine of its head, or with the same ROLLWAY_HOME.",
         )
     source = _make_source(name, Run(directory))
     source.log_dir = Path(state.log_dir)

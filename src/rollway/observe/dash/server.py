@@ -29,7 +29,7 @@ from aiohttp import web
 
 from rollway.errors import PortInUse, UsageError
 from rollway.observe.dash.access import Access, add_headers, make_guard, refuse
-from rollway.observe.dash.source import History, Source
+from rollway.observe.dash.source import History, Source, Watch
 from rollway.observe.dash.view import View
 from rollway.stack.logs import Follower
 
@@ -54,10 +54,9 @@ class Dashboard:
 
     def __init__(self, source: Source, access: Access | None = None) -> None:
         self.source = source
-        self.view = View()
+        self.watch = Watch(source)
+        self.view = self.watch.view
         self._access = access or Access()
-        self._phase = "live"
-        self._trouble = ""
         self._history: History | None = None
         self._history_lock = asyncio.Lock()
         self._past: tuple[float, View] | None = None
@@ -95,41 +94,22 @@ class Dashboard:
             await self._poll()
 
     async def _poll(self) -> None:
-        """Take all new entries. A directory that cannot be read now may be back later."""
-        before = (self._phase, self._trouble)
-        count = 0
+        """Take all new entries, as `Watch.poll` does, and answer pages meanwhile."""
+        watch = self.watch
+        before, count = (watch.phase, watch.trouble), 0
         try:
             while entries := await asyncio.to_thread(self.source.poll):
                 count += len(entries)
                 for number, entry in enumerate(entries):
                     self.view.add(entry)
                     if number % 200 == 199:
-                        await asyncio.sleep(0)  # pages are answered meanwhile
-            self._phase, self._trouble = await asyncio.to_thread(self.source.get_phase), ""
+                        await asyncio.sleep(0)
+            watch.note_phase(await asyncio.to_thread(self.source.get_phase))
         except OSError as error:
-            self._trouble = f"The record cannot be read: {error.strerror or error}."
-        if count or before != (self._phase, self._trouble):
+            watch.note_trouble(error)
+        if count or before != (watch.phase, watch.trouble):
             self._changed.set()
             self._changed = asyncio.Event()
-
-    def make_model(self, view: View | None = None) -> dict[str, Any]:
-        """Return what the page shows without its series, events and bars."""
-        sections = (view or self.view).get_sections()
-        problems = self.source.count_problems()
-        unread = ", ".join(f"{count:,} {reason}" for reason, count in problems.items() if count)
-        notes = [self._trouble] if self._trouble else []
-        if unread:
-            notes.append(f"Lines of the record that could not be read: {unread}.")
-        run = sections["run"]
-        ended = self._phase == "ended" or run["ended"] is not None
-        sections["run"] = {
-            **run,
-            "label": self.source.label,
-            "phase": "ended" if ended and self._phase != "recorded" else self._phase,
-            "notes": notes + run["notes"],
-            "has_logs": self.source.log_dir is not None,
-        }
-        return sections
 
     # --- answers ---------------------------------------------------------------------------------
 
@@ -150,7 +130,7 @@ class Dashboard:
 
     async def _send_model(self, request: web.Request) -> web.Response:
         view, at = await self._get_view(request)
-        model = self.make_model(view)
+        model = self.watch.make_model(view)
         if at is not None:
             model["run"] |= {"at": at, "first": self.view.first, "last": self.view.now}
         return _make_json(
@@ -285,7 +265,7 @@ class _Page:
         """Return what the page does not have yet; empty if nothing."""
         view = self._dashboard.view
         update: dict[str, Any] = {}
-        sections = self._dashboard.make_model()
+        sections = self._dashboard.watch.make_model()
         fleet = self._find_changed_rows(sections.pop("fleet"))
         changed = {}
         for name, section in sections.items():
