@@ -54,9 +54,11 @@ def test_the_demo_learns(
     assert 0 < report["pause_seconds_median"] <= report["refit_seconds_median"]
     assert report["versions"]["ai-dynamo"]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "report.json", "reward.png", "logs",
+        "report.json", "report.html", "reward.png", "logs",
     }  # fmt: skip
     assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Findings" in page and 'data-metric="rollway_refit_seconds"' in page
     assert footprint.new() == {}
 
 

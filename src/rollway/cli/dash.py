@@ -1,4 +1,4 @@
-"""`rollway dash` and `rollway top`: show a stack, or a recorded run, in a browser or here."""
+"""`rollway dash`, `top` and `report`: show a stack, or a recorded run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import secrets
 import signal
 import sys
 import webbrowser
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from rollway.cli.output import print_json, print_progress
+from rollway.cli.output import print_json, print_progress, print_result
 from rollway.config import is_loopback
 from rollway.errors import UsageError
 from rollway.observe.dash import open_run
@@ -69,6 +72,36 @@ def top(options: argparse.Namespace) -> int:
             width = None if sys.stdout.isatty() else 160
             print_screen(make_screen(sections, view), Console(highlight=False, width=width))
     return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the report of one run, or of two."""
+    from rollway.observe.report import describe_report, write_report
+
+    if len(options.runs) > 2:
+        raise UsageError(f"{len(options.runs)} runs are given.", "Give one, or two to compare.")
+    directories = [open_run.find_run(text) for text in options.runs or [None]]
+    out = options.out or Path(f"{'-'.join(path.name for path in directories)}.html")
+    summaries = write_report(directories, out)
+    result = {"file": str(out.resolve()), **describe_report(summaries)}
+    print_result(options, result, print_report)
+    return 0
+
+
+def print_report(result: Mapping[str, Any]) -> None:
+    """Print the findings of a report, and where it is."""
+    for run in result["runs"]:
+        print(f"{run['stack']} {run['run']}: {run['text']}")
+        for note in run["notes"]:
+            print(f"  {note}")
+        for finding in run["findings"]:
+            print(f"  {finding['kind']}: {finding['text']}")
+        if not run["findings"]:
+            print("  Nothing failed, nothing was slow, nothing was stale.")
+    for each in result.get("differences", ()):
+        if each["verdict"] in ("better", "worse"):
+            print(f"  {each['verdict']}: {each['label']}: {each['first']} -> {each['second']}")
+    print(f"report: {result['file']}")
 
 
 def _read_token(options: argparse.Namespace) -> str:

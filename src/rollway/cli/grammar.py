@@ -42,6 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_gateway(add("gateway", "programs:gateway", "serve an OpenAI endpoint that records tokens"))
     _add_dash(add("dash", "dash:dash", "show a stack, or a recorded run, as a page in the browser"))
     _add_top(add("top", "dash:top", "show a stack, or a recorded run, in the terminal"))
+    text = "tell what happened in a recorded run, as one HTML file, or compare two"
+    _add_report(add("report", "dash:report", text))
     _add_chaos(add("chaos", "programs:chaos", "refit while things break, and check every token"))
     _add_demo(add("demo", "programs:demo", "train a tiny policy with GRPO on a real stack"))
     return parser
@@ -215,6 +217,12 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="print it once, without Textual")
     text = "seconds between two looks (default 1; more for a slow line)"
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help=text)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    text = "a run directory, or its name; the newest run without it; two are compared"
+    parser.add_argument("runs", nargs="*", metavar="DIR", help=text)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: <name of DIR>.html")
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,8 @@ from rollway.errors import RollwayError, UsageError
 from rollway.observe.dash.attached import LISTING_SECONDS, record_attached
 from rollway.observe.dash.source import Phase, Source
 from rollway.observe.read import Run
+from rollway.observe.runs import list_runs
+from rollway.private import is_plain_name
 from rollway.stack import local
 from rollway.stack.ray import launcher
 from rollway.stack.state import StackDir, StackState, find_record_dir, home
@@ -31,14 +33,33 @@ def open_source(name: str | None, directory: Path | None) -> Iterator[Source]:
         yield open_stack(launcher.resolve_name(name))
 
 
-def open_directory(directory: Path) -> Source:
-    """Return the source of a recorded run."""
+def find_run(text: str | None) -> Path:
+    """Return the directory of a recorded run: a path, a name below the home, or the newest."""
+    runs = home() / "runs"
+    if text is None:
+        newest = next((run for run in list_runs(runs) if any(run.glob("*.jsonl"))), None)
+        if newest is None:
+            raise UsageError(f"No run is recorded in {runs}.", "Give the directory of a run.")
+        return newest
+    directory = Path(text)
+    if not directory.is_dir() and is_plain_name(text) and (runs / text).is_dir():
+        directory = runs / text
+    check_directory(directory)
+    return directory.resolve()
+
+
+def check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory.", "Give the directory of a run.")
     if not any(directory.glob("*.jsonl")):
         raise UsageError(
             f"{directory} has no record of a run.", f"Runs are recorded in {home() / 'runs'}."
         )
+
+
+def open_directory(directory: Path) -> Source:
+    """Return the source of a recorded run."""
+    check_directory(directory)
     return _make_source(str(directory), Run(directory))
 
 
