@@ -123,7 +123,8 @@ def draw_versions(
         level = "good" if value < bounds[0] else "warn" if value < bounds[1] else "bad"
         y = place(value)
         shapes.append(
-            f'<rect class="bar-{level}" x="{_LEFT + number * width:.1f}" y="{y:.1f}" '
+            f'<rect class="bar-{level}" data-metric="{metric}" '
+            f'x="{_LEFT + number * width:.1f}" y="{y:.1f}" '
             f'width="{max(width - 0.5, 0.5):.1f}" height="{_HEIGHT - _BOTTOM - y:.1f}">'
             f"<title>version {worst}: {format_number(value)}</title></rect>"
         )
@@ -141,7 +142,7 @@ def draw_shares(title: str, metric: str, rows: Sequence[tuple[str, Points]], spa
         return ""
     height = max(3.0, min(14.0, 280 / len(rows)))
     tall = len(rows) * height + _BOTTOM
-    shapes = []
+    shapes = [f'<g data-metric="{metric}">']
     for number, (name, points) in enumerate(rows):
         xs = [x for x, _ in points]
         step = min((b - a for a, b in itertools.pairwise(xs)), default=span)
@@ -156,6 +157,7 @@ def draw_shares(title: str, metric: str, rows: Sequence[tuple[str, Points]], spa
                 f'fill-opacity="{min(max(value, 0.0), 1.0):.2f}"><title>{escape(name)}: {value:.0%}'
                 "</title></rect>"
             )
+    shapes.append("</g>")
     for x, text in _list_times(span):
         shapes.append(_text(_x(x, span), tall - 6, text, "middle"))
     means = [_get_mean(points) for _, points in rows]
