@@ -24,12 +24,14 @@ class Bins:
 
     def add(self, t: float, value: float, weight: float = 1.0) -> None:
         """Add a value that counts as much as its weight."""
-        place = max(0, int((t - self.start) / self.width))
-        while place >= self._most:
-            self._widen()
-            place = max(0, int((t - self.start) / self.width))
-        missing = place + 1 - len(self._sums)
-        if missing > 0:
+        place = int((t - self.start) / self.width)
+        if place < 0:  # clocks differ a little
+            place = 0
+        if place >= len(self._sums):
+            while place >= self._most:
+                self._widen()
+                place = int((t - self.start) / self.width)
+            missing = place + 1 - len(self._sums)
             self._sums += [0.0] * missing
             self._weights += [0.0] * missing
         self._sums[place] += value * weight

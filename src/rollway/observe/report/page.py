@@ -222,7 +222,11 @@ def _render_plots(summaries: Sequence[Summary]) -> Iterator[str]:
         yield draw_shares(
             f"Prefix hits of each worker{name}",
             "vllm:prefix_cache_hits_total_per_second",
-            [(worker.name, _get_hits(worker)) for worker in summary.workers.values()],
+            [
+                (worker.name, [(t - worker.hits_over_time.start, share) for t, share in means])
+                for worker in summary.workers.values()
+                if (means := worker.hits_over_time.list_means())
+            ],
             summary.seconds or 1.0,
         )
 
@@ -249,17 +253,6 @@ def _get_points(
     if bins is None or summary.first is None:
         return []
     return [(t - summary.first, value) for t, value in read(bins)]
-
-
-def _get_hits(worker: WorkerSummary) -> Points:
-    """Return the share of prompt tokens that a worker found, in each stretch of time."""
-    start = worker.queries_over_time.start
-    hits = dict(worker.hits_over_time.list_sums())
-    return [
-        (t - start, min(hits.get(t, 0.0) / queries, 1.0))
-        for t, queries in worker.queries_over_time.list_sums()
-        if queries
-    ]
 
 
 # --- workers and events --------------------------------------------------------------------------

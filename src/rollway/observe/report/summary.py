@@ -30,6 +30,7 @@ PHASES = ("preflight", "pause", "update", "resume")
 PARTS = ("generate", "train", "publish", "wait", "paused")
 _MOST_WORKERS, _MOST_KEPT, _MOST_TEXTS = 1_024, 50_000, 200
 _WORST = 5
+_LARGEST = 1e15
 _DEATHS = ("exited", "killed")
 _BAD_EVENTS = ("exited", "killed", "fault", "failed", "error", "dropped", "gone")
 _WORKER_BINS = 60
@@ -43,7 +44,7 @@ class WorkerSummary:
 
     name: str
     hits_over_time: Bins
-    queries_over_time: Bins
+    """The share of its prompt tokens that it found."""
     node: str = ""
     role: str = ""
     state: str = ""
@@ -128,6 +129,7 @@ class Summary:
         self.dropped = 0.0
         self._series: dict[str, Bins] = {}
         self._names: dict[str, str] = {}
+        self._by_key: dict[str, WorkerSummary] = {}
         self._told: dict[str, int] = {}
         """The last version of every process of a worker."""
         self._behind: StaleTime | None = None
@@ -277,8 +279,7 @@ class Summary:
     def _make_worker(self, name: str) -> WorkerSummary | None:
         if not name or len(self.workers) >= _MOST_WORKERS or self.first is None:
             return None
-        bins = (Bins(self.first, _WORKER_BINS), Bins(self.first, _WORKER_BINS))
-        self.workers[name] = WorkerSummary(name, *bins)
+        self.workers[name] = WorkerSummary(name, Bins(self.first, _WORKER_BINS))
         return self.workers[name]
 
     def _end_stale(self, t: float) -> None:
@@ -303,26 +304,15 @@ class Summary:
         for metric, name in ((LOAD, "running"), (WAITING, "waiting")):
             if metric in values:
                 self._plot(name, t, sum(_list_amounts(values[metric])))
-        if KV in values:
-            amounts = _list_amounts(values[KV])
-            if amounts:
-                self._plot("kv", t, sum(amounts) / len(amounts))
-            for key, value in values[KV].items():
-                row = self._find_worker(key)
-                if row is not None and (share := get_amount(value)) is not None:
-                    row.samples += 1
-                    row.kv += share
-                    row.kv_full += share >= KV_FULL
-        hits = values.get(HITS, {})
-        for key, value in values.get(QUERIES, {}).items():
+        if amounts := _list_amounts(values.get(KV, {})):
+            self._plot("kv", t, sum(amounts) / len(amounts))
+        for key, share in values.get(KV, {}).items():
             row = self._find_worker(key)
-            if row is None or row.role == "decode":  # what it calls hits is KV that came over
-                continue
-            queries, own = get_amount(value) or 0.0, get_amount(hits.get(key)) or 0.0
-            row.queries += queries
-            row.hits += min(own, queries)
-            row.queries_over_time.add(t, queries)
-            row.hits_over_time.add(t, min(own, queries))
+            if row is not None and 0 <= share < _LARGEST:
+                row.samples += 1
+                row.kv += share
+                row.kv_full += share >= KV_FULL
+        self._add_hits(values, t)
         for key in values.get("rollway_scrape_failed", {}):
             row = self._find_worker(key)
             if row is not None:
@@ -330,8 +320,26 @@ class Summary:
         for value in values.get("rollway_record_dropped_total", {}).values():
             self.dropped = max(self.dropped, get_amount(value) or 0.0)
 
+    def _add_hits(self, values: Mapping[str, Mapping[str, float]], t: float) -> None:
+        hits = values.get(HITS, {})
+        for key, queries in values.get(QUERIES, {}).items():
+            row = self._find_worker(key)
+            if row is None or row.role == "decode":  # what it calls hits is KV that came over
+                continue
+            if 0 < queries < _LARGEST:
+                own = min(max(hits.get(key, 0.0), 0.0), queries)
+                row.queries += queries
+                row.hits += own
+                row.hits_over_time.add(t, own / queries, queries)
+
     def _find_worker(self, key: str) -> WorkerSummary | None:
-        return self.workers.get(parse_labels_key(key).get("worker", ""))
+        """Return the worker of a labels' key. There are millions of them, and few different."""
+        row = self._by_key.get(key)
+        if row is None:
+            row = self.workers.get(parse_labels_key(key).get("worker", ""))
+            if row is not None and len(self._by_key) < _MOST_KEPT:
+                self._by_key[key] = row
+        return row
 
     def _add_rollouts(self, entry: Entry, t: float) -> None:
         totals = self.totals
@@ -435,8 +443,9 @@ def read_summary(directory: Path) -> Summary:
     return summary
 
 
-def _list_amounts(values: Mapping[str, object]) -> list[float]:
-    return [amount for value in values.values() if (amount := get_amount(value)) is not None]
+def _list_amounts(values: Mapping[str, float]) -> list[float]:
+    """Return the values that are amounts; the reader has checked that they are numbers."""
+    return [value for value in values.values() if 0 <= value < _LARGEST]
 
 
 def _count_each(counter: Counter[str], counts: Mapping[str, object]) -> None:
