@@ -61,6 +61,8 @@ class RolloutTally:
         self._latency, self._first_token, self._lengths = Figures(), Figures(), Figures()
         self._retries: Counter[str] = Counter()
         self._versions: Counter[str] = Counter()
+        self._prompt_bits: Counter[int] = Counter()
+        self._sampled_bits: Counter[int] = Counter()
 
     def add_rollout(
         self,
@@ -83,6 +85,8 @@ class RolloutTally:
         self._continued += is_continued
         self._latency.add(seconds)
         self._lengths.add(tokens)
+        self._prompt_bits[prompt_tokens.bit_length()] += 1
+        self._sampled_bits[tokens.bit_length()] += 1
         self._set_timer()
 
     def add_first_token(self, seconds: float) -> None:
@@ -131,6 +135,7 @@ class RolloutTally:
             "continued": self._continued,
             "not_believed": self._not_believed,
             "versions": dict(self._versions),
+            "histograms": {"prompt": self._prompt_bits, "sampled": self._sampled_bits},
         }
         self._began = now
         self._reset()
