@@ -27,9 +27,9 @@ not answer has no value: a gap, never a zero.
 
 TRAINERS = """## Trainers' names
 
-With `Feed(…, trainer_names=True)`, TensorBoard and wandb also get what users of trainers know, of the
-time before the step's refit: of a gauge the mean, of a counter the last value. The names are there at
-every step; without a sample the average is NaN. The histograms are counts by powers of two.
+With `Feed(…, trainer_names=True)`, TensorBoard and wandb also get what users of trainers know, of
+the time before the step's refit: of a gauge the mean, of a counter the last value. The names are
+there at every step; without a sample the average is NaN. Histograms count by powers of two.
 """
 
 

@@ -86,6 +86,22 @@ async def test_keys_change_the_tab_and_rows_open_what_they_name(tmp_path: Path) 
         await pilot.press("q")
 
 
+@pytest.mark.parametrize("size", [(140, 40), (80, 24)])
+async def test_the_answers_stay_on_the_screen(tmp_path: Path, size: tuple[int, int]) -> None:
+    app, run, writer = make_top(tmp_path, workers=64)
+    for number in range(2, 30):
+        writer.write_all(run.refit(BEGAN + 10 * number, number))
+    async with app.run_test(size=size) as pilot:
+        for tab in ("r", "o", "x", "e", "l", "f"):
+            await pilot.press(tab)
+            await pilot.pause()
+            assert app.screen.max_scroll_y == 0
+            assert app.query_one("#head").region.y == 0
+            assert app.query_one("#answers").region.y == 1
+        table = app.query_one("#fleet-table", DataTable)
+        assert 3 < table.size.height < size[1]
+
+
 async def test_a_column_sorts_the_fleet(tmp_path: Path) -> None:
     app, run, writer = make_top(tmp_path, workers=11)
     writer.write_all(run.generate(BEGAN + 10, 1))

@@ -53,6 +53,9 @@ class Top(App[None]):  # type: ignore[misc]
     TITLE = "rollway top"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
+    Screen { overflow: hidden; }
+    #tabs, #tabs ContentSwitcher, #tabs TabPane { height: 1fr; }
+    #tabs TabPane { padding: 0; }
     #head { text-style: bold; height: 1; }
     #answers { height: auto; padding: 0 0 1 0; }
     DataTable { height: 1fr; }
