@@ -115,7 +115,9 @@ async def test_an_answer_that_was_not_believed_is_counted(tmp_path: Path) -> Non
     _, writer, began = begin_run(tmp_path / "run")
     entry = {"kind": "rollouts", "t": began + 3, "seconds": 1.0, "count": 4, "tokens": 40,
              "not_believed": 1, "versions": {"0": 40}}  # fmt: skip
-    figure = "document.querySelector('[data-metric=rollway_answers_not_believed_total]').innerText"
+    figure = (
+        "document.querySelector('dd[data-metric=rollway_answers_not_believed_total]').innerText"
+    )
     async with open_page(tmp_path / "run") as page:
         assert await page.run(figure) == "0"
         writer.write("driver", entry)
@@ -365,3 +367,22 @@ async def test_the_page_survives_a_restart_of_the_dashboard(tmp_path: Path) -> N
             await page.wait_for("document.querySelector('#refit-facts dd')?.innerText === '5'")
             text = await page.run("document.getElementById('phase').innerText")
             assert text != "no connection"
+
+
+async def test_prefix_hits_have_a_row_per_worker_now_and_as_they_were(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", workers=12, seconds=120)
+    async with open_page(tmp_path / "run") as page:
+        await page.wait_for("!document.getElementById('hits').hidden")
+        names = "[...document.querySelectorAll('#hits-names span')].map((each) => each.innerText)"
+        assert await page.run(names) == [f"tiny-{number}" for number in range(12)]
+        label = "document.getElementById('hits-canvas').getAttribute('aria-label')"
+        assert "12 workers" in await page.run(label)
+        # A cell is drawn: the canvas is not empty.
+        drawn = """[...document.getElementById('hits-canvas').getContext('2d')
+            .getImageData(0, 0, 60, 40).data].some((value) => value > 0)"""
+        assert await page.run(drawn)
+        before = await page.run("document.getElementById('hits-canvas').toDataURL()")
+        await page.run("document.getElementById('slider').value = 300")
+        await page.run("document.getElementById('slider').dispatchEvent(new Event('input'))")
+        changed = f"document.getElementById('hits-canvas').toDataURL() !== {before!r}"
+        await page.wait_for(changed)

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollway.observe.bins import MOST_BINS, Bins
 from rollway.observe.metrics import list_names
 from rollway.observe.report import describe_report, leave_reports, read_summary, write_report
-from rollway.observe.report.bins import MOST_BINS, Bins
 from rollway.observe.report.compare import compare, list_figures
 from rollway.observe.report.findings import Finding, find_all
 from rollway.observe.report.page import render_report

@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from rollway.observe.dash.view import View
-from rollway.observe.dash.workers import SERVING
+from rollway.observe.dash.workers import SERVING, rank_name
 from rollway.observe.figures import (
     NONE,
     count,
@@ -143,18 +143,14 @@ def make_fleet(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column("last event"),
     )
     newest = max((row["version"] for row in rows if row["version"] is not None), default=None)
-    cells = {row["name"]: _make_worker(row, newest) for row in sorted(rows, key=_rank)}
+    cells = {
+        row["name"]: _make_worker(row, newest)
+        for row in sorted(rows, key=lambda row: rank_name(row["name"]))
+    }
     serving = sum(row["state"] in SERVING for row in rows)
     verb = "serves" if len(rows) == 1 else "serve"
     title = f"Fleet: {serving} of {count(len(rows), 'worker')} {verb}"
     return Table("fleet", title, columns, cells, "No worker has been recorded yet.")
-
-
-def _rank(row: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Return a key that has `tiny-2` before `tiny-10`."""
-    stem = row["name"].rstrip("0123456789")
-    number = row["name"][len(stem) :][:9]
-    return stem, int(number) if number.isascii() and number else 0, row["name"]
 
 
 def _make_worker(row: Mapping[str, Any], newest: int | None) -> list[Cell]:

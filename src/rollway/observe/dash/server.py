@@ -5,6 +5,7 @@
     GET /                  the page, and /static/… for its parts
     GET /api/model[?at=T]  everything, now or as it was
     GET /api/refit?key=K   the bars of one refit (with `at`, too)
+    GET /api/hits          prefix hits of every worker over time (with `at`, too)
     GET /api/stream        server-sent events: first everything, then what changed
     GET /api/logs, /api/log?name=N    names of logs; one log, followed
 
@@ -72,6 +73,7 @@ class Dashboard:
         app.router.add_get("/static/{name}", self._send_static)
         app.router.add_get("/api/model", self._send_model)
         app.router.add_get("/api/refit", self._send_refit)
+        app.router.add_get("/api/hits", self._send_hits)
         app.router.add_get("/api/stream", self._stream)
         app.router.add_get("/api/logs", self._send_logs)
         app.router.add_get("/api/log", self._stream_log)
@@ -148,6 +150,10 @@ class Dashboard:
         if refit is None:
             return refuse(404, "There is no such refit; the last fifty are kept.")
         return _make_json(round_bars(refit))
+
+    async def _send_hits(self, request: web.Request) -> web.Response:
+        view, _ = await self._get_view(request)
+        return _make_json({"workers": view.workers.list_hits()})
 
     async def _get_view(self, request: web.Request) -> tuple[View, float | None]:
         """Return the view now, or as it was at the time that the request names."""

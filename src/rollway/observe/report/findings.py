@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from rollway.observe.bins import Bins
 from rollway.observe.dash import verdicts
 from rollway.observe.figures import (
     count,
@@ -20,7 +21,6 @@ from rollway.observe.figures import (
     format_share,
     format_utc,
 )
-from rollway.observe.report.bins import Bins
 from rollway.observe.report.summary import PHASES, Summary
 
 Kind = Literal["failed", "slow", "stale", "prevented"]

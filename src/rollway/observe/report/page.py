@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from importlib import resources
 
+from rollway.observe.bins import Bins
 from rollway.observe.dash import verdicts
 from rollway.observe.figures import (
     NONE,
@@ -19,7 +20,6 @@ from rollway.observe.figures import (
     format_utc,
 )
 from rollway.observe.metrics import PERCENTILES
-from rollway.observe.report.bins import Bins
 from rollway.observe.report.compare import Difference, compare, list_figures
 from rollway.observe.report.findings import KINDS, Finding, find_all
 from rollway.observe.report.plots import (

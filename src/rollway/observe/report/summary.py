@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollway.observe.bins import Bins
 from rollway.observe.dash.fields import get_amount, get_count, get_text, get_time, get_version
 from rollway.observe.dash.timeline import STRAGGLER_RATIO, STRAGGLER_SECONDS
 from rollway.observe.dash.workers import HITS, KV, LOAD, QUERIES, SERVING, WAITING
 from rollway.observe.metrics import PERCENTILES, parse_labels_key
 from rollway.observe.read import Run
 from rollway.observe.record import Entry
-from rollway.observe.report.bins import Bins
 
 KV_FULL = 0.95
 PHASES = ("preflight", "pause", "update", "resume")
