@@ -203,6 +203,8 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 def _add_dash(parser: argparse.ArgumentParser) -> None:
     _add_name(parser)
     parser.add_argument("--run", type=Path, metavar="DIR", help="a recorded run instead")
+    text = "a gateway's journal, for its conversations (default: that of the stack)"
+    parser.add_argument("--journal", type=Path, metavar="FILE", help=text)
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: loopback)")
     parser.add_argument("--port", type=int, default=8180, help="0 for a free one (default 8180)")
     text = "admit only who has a token: that of ROLLWAY_DASH_TOKEN, or a random one"

@@ -80,6 +80,7 @@ def open_stack(name: str) -> Source:
         )
     source = _make_source(name, Run(directory))
     source.log_dir = Path(state.log_dir)
+    source.journal = home() / "gateway" / f"{name}.jsonl"  # where `rollway gateway` puts it
     if state.ray_namespace:
         source.get_phase = lambda: "live"  # its record says when it ends
     else:

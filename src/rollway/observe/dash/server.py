@@ -6,10 +6,12 @@
     GET /api/model[?at=T]  everything, now or as it was
     GET /api/refit?key=K   the bars of one refit (with `at`, too)
     GET /api/hits          prefix hits of every worker over time (with `at`, too)
+    GET /api/sessions, /api/session?name=N    conversations of a gateway; one, token by token
     GET /api/stream        server-sent events: first everything, then what changed
     GET /api/logs, /api/log?name=N    names of logs; one log, followed
 
-It only reads, and only the run and log directories. See `access` for who is admitted.
+It only reads, and only the run and log directories and the gateway's journal. See `access` for who
+is admitted.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from aiohttp import web
 
 from rollway.errors import PortInUse, UsageError
 from rollway.observe.dash.access import Access, add_headers, make_guard, refuse
+from rollway.observe.dash.conversations import Conversations
 from rollway.observe.dash.source import History, Source, Watch
 from rollway.observe.dash.view import View
 from rollway.stack.logs import Follower
@@ -58,6 +61,7 @@ class Dashboard:
         self.watch = Watch(source)
         self.view = self.watch.view
         self._access = access or Access()
+        self._conversations = None if source.journal is None else Conversations(source.journal)
         self._history: History | None = None
         self._history_lock = asyncio.Lock()
         self._past: tuple[float, View] | None = None
@@ -74,6 +78,8 @@ class Dashboard:
         app.router.add_get("/api/model", self._send_model)
         app.router.add_get("/api/refit", self._send_refit)
         app.router.add_get("/api/hits", self._send_hits)
+        app.router.add_get("/api/sessions", self._send_sessions)
+        app.router.add_get("/api/session", self._send_session)
         app.router.add_get("/api/stream", self._stream)
         app.router.add_get("/api/logs", self._send_logs)
         app.router.add_get("/api/log", self._stream_log)
@@ -154,6 +160,20 @@ class Dashboard:
     async def _send_hits(self, request: web.Request) -> web.Response:
         view, _ = await self._get_view(request)
         return _make_json({"workers": view.workers.list_hits()})
+
+    async def _send_sessions(self, _: web.Request) -> web.Response:
+        if self._conversations is None:
+            return _make_json({"is_known": False, "sessions": [], "left_out": 0})
+        sessions = await asyncio.to_thread(self._conversations.list_sessions)
+        return _make_json({"is_known": True, **sessions})
+
+    async def _send_session(self, request: web.Request) -> web.Response:
+        name, session = request.query.get("name", ""), None
+        if self._conversations is not None:
+            session = await asyncio.to_thread(self._conversations.read_session, name)
+        if session is None:
+            return refuse(404, "There is no such session; the newest are kept.")
+        return _make_json(session)
 
     async def _get_view(self, request: web.Request) -> tuple[View, float | None]:
         """Return the view now, or as it was at the time that the request names."""

@@ -36,6 +36,8 @@ class Source:
     count_problems: Callable[[], dict[str, int]] = dict
     """Returns how many lines of the record could not be read, by reason."""
     log_dir: Path | None = None
+    journal: Path | None = None
+    """The journal of the stack's gateway, whether there is one or not."""
     settle_seconds: float = 0.0
     """How long a record that has just begun takes until it tells the present."""
 

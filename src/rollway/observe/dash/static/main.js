@@ -10,6 +10,7 @@ import { renderRefits, showRefit } from "./refits.js";
 import { drawCharts, renderRollouts } from "./charts.js";
 import { drawHits, renderHits } from "./hits.js";
 import { renderExactness } from "./exactness.js";
+import "./conversations.js";
 import { renderEvents } from "./events.js";
 import { setUpLog } from "./log.js";
 
