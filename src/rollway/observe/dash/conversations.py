@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,10 @@ class Conversations:
 
 def _describe(turn: Turn, most: int) -> dict[str, Any]:
     """Return a turn for the page: every sampled token with its log-prob, the prompt's ids."""
-    pairs = zip(turn.token_ids, turn.logprobs or [None] * len(turn.token_ids), strict=False)
+    ids = turn.token_ids[:most]
+    logprobs: Sequence[float | None] = turn.logprobs
+    if len(turn.logprobs) != len(turn.token_ids):
+        logprobs = [None] * len(turn.token_ids)
     return {
         "id": get_text(turn.id, 64),
         "parent": get_text(turn.parent or "", 64),
@@ -173,7 +177,7 @@ def _describe(turn: Turn, most: int) -> dict[str, Any]:
         "prompt_tokens": len(turn.new_ids),
         "tokens": [
             (str(token), None if logprob is None else round(logprob, 4))
-            for token, logprob in list(pairs)[:most]
+            for token, logprob in zip(ids, logprobs, strict=False)
         ],
         "sampled": len(turn.token_ids),
     }
