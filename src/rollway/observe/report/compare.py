@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rollway.observe.figures import NONE, format_number, format_seconds, format_share
+from rollway.observe.figures import NONE, format_bytes, format_number, format_seconds, format_share
 from rollway.observe.report.findings import STALE_SECONDS
 from rollway.observe.report.summary import Summary
 
@@ -63,6 +63,11 @@ def list_figures(summary: Summary) -> list[Figure]:
         _as_share("prompt tokens from a cache", "rollway_cached_share",
                   totals["cached_tokens"] / prompts if prompts else None, "more"),
     ]  # fmt: skip
+    for name, transfers in summary.transports.items():
+        size, seconds = transfers.bytes / transfers.refits, transfers.seconds / transfers.refits
+        by = f"weights by {name or 'an unknown transport'}"
+        figures.append(Figure(f"{by}, mean", "rollway_refit_bytes", size, format_bytes(size)))
+        figures.append(_in_seconds(f"{by}, staged in", "rollway_refit_transfer_seconds", seconds))
     for label, name, metric in (
         ("time of a rollout", "latency", "rollway_rollout_seconds"),
         ("first token", "first_token", "rollway_first_token_seconds"),
@@ -76,6 +81,8 @@ def list_figures(summary: Summary) -> list[Figure]:
         _as_share("of it waiting", "rollway_step_part_seconds", shares.get("wait"), "less"),
         _as_share("of it paused", "rollway_step_part_seconds", shares.get("paused"), "less"),
         _as_number("largest mismatch k3 of a version", "rollway_mismatch_k3", k3, "less"),
+        _as_number("largest difference of a log-prob", "rollway_mismatch_max",
+                   summary.largest_difference or None, "less"),
         _as_number("answers not believed", "rollway_answers_not_believed_total",
                    totals["not_believed"], ""),
         _as_number("requests sent again", "rollway_retries_total", sum(summary.retries.values()),
@@ -84,6 +91,10 @@ def list_figures(summary: Summary) -> list[Figure]:
         _in_seconds("time with workers behind", "rollway_version_spread", stale),
         _as_number("restarts of workers", "rollway_restarts_total", restarts, "less"),
         _as_number("workers", "rollway_workers", len(summary.workers), ""),
+        _as_number("sessions of the gateway", "rollway_gateway_sessions",
+                   summary.gateway["sessions"] or None, ""),
+        _as_number("turns of the gateway", "rollway_gateway_turns_total",
+                   summary.gateway["turns"] or None, ""),
     ]  # fmt: skip
     return [figure for figure in figures if figure.value is not None]
 

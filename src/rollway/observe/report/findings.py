@@ -124,8 +124,7 @@ def _find_lost_record(summary: Summary) -> Iterator[Finding]:
         details = [f"{name}: {count(number, 'sample')}" for name, number in worst]
         yield Finding("failed", "info", text, "rollway_scrape_failed", None, details)
     if summary.dropped:
-        text = f"{count(int(summary.dropped), 'entry')} could not be recorded: the disk was slow."
-        text = text.replace("entrys", "entries")
+        text = f"{count(int(summary.dropped), 'line')} could not be recorded: the disk was slow."
         yield Finding("failed", "warn", text, "rollway_record_dropped_total")
 
 

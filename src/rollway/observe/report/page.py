@@ -22,6 +22,7 @@ from rollway.observe.figures import (
 from rollway.observe.metrics import PERCENTILES
 from rollway.observe.report.compare import Difference, compare, list_figures
 from rollway.observe.report.findings import KINDS, Finding, find_all
+from rollway.observe.report.parts import WorkerSummary
 from rollway.observe.report.plots import (
     Line,
     Points,
@@ -30,7 +31,7 @@ from rollway.observe.report.plots import (
     draw_stack,
     draw_versions,
 )
-from rollway.observe.report.summary import PARTS, Summary, WorkerSummary
+from rollway.observe.report.summary import PARTS, Summary
 
 _TITLES = {
     "failed": "What failed",

@@ -13,7 +13,6 @@ import statistics
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rollway.observe.dash.workers import HITS, KV, LOAD, QUERIES, SERVING, WAITI
 from rollway.observe.metrics import PERCENTILES, parse_labels_key
 from rollway.observe.read import Run
 from rollway.observe.record import Entry
+from rollway.observe.report.parts import RefitPoint, StaleTime, Transfers, WorkerSummary
 
 KV_FULL = 0.95
 PHASES = ("preflight", "pause", "update", "resume")
@@ -36,55 +36,6 @@ _BAD_EVENTS = ("exited", "killed", "fault", "failed", "error", "dropped", "gone"
 _WORKER_BINS = 60
 _UNREAD = frozenset({"step"})
 """A refit's report has the seconds of its steps, and there are a thousand of them per refit."""
-
-
-@dataclass(slots=True)
-class WorkerSummary:
-    """One worker over the whole run, all its processes together."""
-
-    name: str
-    hits_over_time: Bins
-    """The share of its prompt tokens that it found."""
-    node: str = ""
-    role: str = ""
-    state: str = ""
-    version: int | None = None
-    restarts: int = 0
-    deaths: int = 0
-    refits: int = 0
-    slow_refits: int = 0
-    failed_refits: int = 0
-    hits: float = 0.0
-    queries: float = 0.0
-    samples: int = 0
-    kv: float = 0.0
-    kv_full: int = 0
-    unread: int = 0
-    """Samples in which its page could not be read."""
-
-
-@dataclass(slots=True)
-class RefitPoint:
-    """One refit, as far as plots and findings need it."""
-
-    t: float
-    version: int
-    seconds: float
-    paused: float
-    outcome: str
-    phases: tuple[float, ...]
-    error: str = ""
-    kept_out: list[str] = field(default_factory=list)
-    """Workers that did not serve after it, with their errors."""
-
-
-@dataclass(slots=True)
-class StaleTime:
-    """A time in which not every serving worker had the newest version."""
-
-    began: float
-    ended: float
-    workers: int
 
 
 class Summary:
@@ -105,8 +56,7 @@ class Summary:
         self.is_newer = False
         self.workers: dict[str, WorkerSummary] = {}
         self.refits: list[RefitPoint] = []
-        self.outcomes: Counter[str] = Counter()
-        self.bytes_by_transport: dict[str, tuple[float, float]] = {}
+        self.transports: dict[str, Transfers] = {}
         self.steps = 0
         self.step_seconds = 0.0
         self.parts: dict[str, float] = {}
@@ -120,8 +70,6 @@ class Summary:
         self.tokens_by_version: dict[int, float] = {}
         self.versions: set[int] = set()
         self.stale: list[StaleTime] = []
-        self.stale_seconds = 0.0
-        self.events: Counter[str] = Counter()
         self.first_bad: list[tuple[float, str, str, str]] = []
         self.last_bad: deque[tuple[float, str, str, str]] = deque(maxlen=_MOST_TEXTS)
         self.levels: dict[str, array[float]] = {}
@@ -169,8 +117,6 @@ class Summary:
     def _add_event(self, entry: Entry, t: float) -> None:
         name, worker = get_text(entry["event"], 60), get_text(entry.get("worker"), 100)
         detail = get_text(entry.get("detail"), 500)
-        if name in self.events or len(self.events) < 200:
-            self.events[name] += 1
         if any(word in name for word in _BAD_EVENTS):
             self._keep_bad(t, name, worker or get_text(entry.get("instance"), 40), detail)
         if name in _DEATHS and (row := self.workers.get(worker)):
@@ -191,7 +137,6 @@ class Summary:
         version, outcome = get_version(report["version"]), get_text(entry["outcome"], 20) or "ok"
         if version is None:
             return
-        self.outcomes[outcome] += 1
         seconds = get_amount(report.get("seconds")) or 0.0
         paused = get_amount(report.get("paused_seconds")) or 0.0
         phases, kept_out = self._add_refit_workers(report["workers"][:_MOST_WORKERS])
@@ -206,9 +151,11 @@ class Summary:
         self._plot("refit", t, seconds)
         self._plot("refit paused", t, paused)
         size, transport = get_amount(entry.get("bytes")), get_text(entry.get("transport"), 40)
-        if size and len(self.bytes_by_transport) < 64:
-            before = self.bytes_by_transport.get(transport, (0.0, 0.0))
-            self.bytes_by_transport[transport] = (before[0] + size, before[1] + phases[0])
+        if size and (transport in self.transports or len(self.transports) < 16):
+            transfers = self.transports.setdefault(transport, Transfers())
+            transfers.refits += 1
+            transfers.bytes += size
+            transfers.seconds += phases[0]
 
     def _add_refit_workers(
         self, reports: list[dict[str, Any]]
@@ -285,7 +232,6 @@ class Summary:
     def _end_stale(self, t: float) -> None:
         if self._behind is not None:
             self._behind.ended = max(t, self._behind.began)
-            self.stale_seconds += self._behind.ended - self._behind.began
             if len(self.stale) < _MOST_KEPT:
                 self.stale.append(self._behind)
             self._behind = None
@@ -413,9 +359,6 @@ class Summary:
 
     def get_series(self, name: str) -> Bins | None:
         return self._series.get(name)
-
-    def list_series(self) -> list[str]:
-        return list(self._series)
 
     @property
     def seconds(self) -> float:
