@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from rollway.observe.metrics import OWN, SCRAPED, Metric
+from rollway.observe.metrics import LENGTHS, OWN, SCRAPED, TRAINER_NAMES, TRAINER_PREFIX, Metric
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 INTRO = """# Metrics
@@ -25,6 +25,13 @@ is recorded as three percentiles of what was observed since the sample before. A
 not answer has no value: a gap, never a zero.
 """
 
+TRAINERS = """## Trainers' names
+
+With `Feed(…, trainer_names=True)`, TensorBoard and wandb also get what users of trainers know, of
+the time before the step's refit: of a gauge the mean, of a counter the last value. The names are
+there at every step; without a sample the average is NaN. Histograms count by powers of two.
+"""
+
 
 def render_page() -> str:
     workers = [metric for metric in SCRAPED if metric.source == "worker"]
@@ -38,6 +45,8 @@ def render_page() -> str:
         _render_scraped(workers),
         "## Frontend\n",
         _render_scraped(frontend),
+        TRAINERS,
+        _render_trainers(),
     ]
     return "\n".join(parts)
 
@@ -59,6 +68,17 @@ def _render_scraped(metrics: Iterable[Metric]) -> str:
         names = "<br>".join(f"`{name}`" for name in metric.list_names())
         aliases = "<br>".join(f"`{name}`" for name in metric.aliases)
         lines.append(f"| {names} | {metric.kind} | {metric.unit} | {aliases} | {metric.help} |")
+    return "\n".join([*lines, ""])
+
+
+def _render_trainers() -> str:
+    lines = ["| name | computed from |", "|---|---|"]
+    for name, source in TRAINER_NAMES.items():
+        lines.append(
+            f"| `{TRAINER_PREFIX}per_worker_{name}`, with the label `worker` | `{source}` |"
+        )
+        lines.append(f"| `{TRAINER_PREFIX}average_{name}` | `{source}` |")
+    lines += [f"| `{name}` | lengths of rollouts: {source} |" for source, name in LENGTHS.items()]
     return "\n".join([*lines, ""])
 
 

@@ -1,9 +1,11 @@
 """Take the pictures of the docs from real runs, light and dark, so that they never age.
 
-    python scripts/screenshots.py            run the demo and a chaos run, and take all pictures
-    python scripts/screenshots.py --run DIR  only the pictures of one recorded run
+    python scripts/screenshots.py                  run the demo and a chaos run, take all pictures
+    python scripts/screenshots.py --only demo      those of one of them
+    python scripts/screenshots.py --run demo=DIR   those of a run that is recorded already
 
-It needs Debian's chromium, and what the demo needs. Pictures go to docs/images.
+It needs Debian's chromium, and what the demo needs. Pictures go to docs/images, with few colours
+and at most 150 kB each.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,60 +26,111 @@ sys.path.insert(0, str(ROOT))  # the browser of the tests
 from rollway.observe.dash.access import Access  # noqa: E402
 from rollway.observe.dash.open_run import open_directory  # noqa: E402
 from rollway.observe.dash.server import Dashboard, serve  # noqa: E402
+from rollway.observe.dash.source import Watch  # noqa: E402
+from rollway.observe.report import write_report  # noqa: E402
 from rollway.observe.runs import list_runs  # noqa: E402
 
 RUNS = {
     "demo": ["demo", "--steps", "12"],
-    "chaos": ["chaos", "--rounds", "6", "--quiet"],
+    "chaos": ["chaos", "--rounds", "6", "--quiet", "--set", "observe=on"],
 }
 SIZES = {"wide": (1280, 1000), "narrow": (400, 1000)}
+LARGEST = 150_000
 _SETTLE_SECONDS = 0.5  # uPlot draws in a frame after the data
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, metavar="DIR", help="pictures of this run only")
+    parser.add_argument("--only", choices=[*RUNS], help="the pictures of this run only")
+    text = "take a recorded run instead of starting one; repeatable"
+    parser.add_argument("--run", action="append", default=[], metavar="NAME=DIR", help=text)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="where to")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.run is not None:
-        asyncio.run(take_pictures({"dash": options.run}, options.out))
-        return
+    recorded = dict(text.split("=", 1) for text in options.run)
+    names = [options.only] if options.only else [*recorded] or [*RUNS]
     with tempfile.TemporaryDirectory(prefix="rollway-pictures-") as home:
-        runs = {name: record(command, Path(home) / name) for name, command in RUNS.items()}
-        asyncio.run(take_pictures(runs, options.out))
+        for name in names:
+            given = recorded.get(name)
+            run = Path(given) if given else record(RUNS[name], Path(home) / name)
+            asyncio.run(take_pictures(name, run, options.out))
 
 
 def record(command: list[str], home: Path) -> Path:
     """Run a command of Rollway in a home of its own, and return the run that it recorded."""
     environment = {**os.environ, "ROLLWAY_HOME": str(home)}
-    subprocess.run([sys.executable, "-m", "rollway.cli", *command], env=environment, check=True)
+    out = ["--out", str(home / "out")] if command[0] == "demo" else []
+    subprocess.run(
+        [sys.executable, "-m", "rollway.cli", *command, *out], env=environment, check=True
+    )
     return list_runs(home / "runs")[0]
 
 
-async def take_pictures(runs: dict[str, Path], out: Path) -> None:
+async def take_pictures(name: str, run: Path, out: Path) -> None:
     # Not at the top: the tests' browser needs pytest, which only a development install has.
     from tests.observe.browser import open_browser
 
     async with open_browser() as browser:
-        for name, run in runs.items():
-            dashboard = Dashboard(open_directory(run))
-            async with serve(dashboard, Access(), "127.0.0.1", 0) as url:
-                await take(browser, url, name, out)
+        async with serve(Dashboard(open_directory(run)), Access(), "127.0.0.1", 0) as url:
+            ready = "document.body?.dataset.ready === 'yes'"
+            for size, place in SIZES.items():
+                await take(browser, url, f"dash-{name}-{size}", place, out, ready)
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "report.html"
+            write_report([run], file)
+            await take(browser, file.as_uri(), f"report-{name}", SIZES["wide"], out)
+            if name == "demo":
+                file.with_suffix(".svg").write_text(await draw_terminal(run))
+                address = file.with_suffix(".svg").as_uri()
+                await take(browser, address, "top", (1200, 760), out, schemes=("dark",))
 
 
-async def take(browser: Any, url: str, name: str, out: Path) -> None:
-    for scheme in ("light", "dark"):
-        for size, (width, height) in SIZES.items():
-            page = await browser.open(url, width, height)
-            await page.prefer(scheme)
-            await page.wait_for("document.body?.dataset.ready === 'yes'")
-            await asyncio.sleep(_SETTLE_SECONDS)
-            file = out / f"{name}-{size}-{scheme}.png"
-            await page.take_picture(file)
-            print(file)
-            if page.problems:
-                raise SystemExit(f"The page has problems: {page.problems}")
+async def take(
+    browser: Any,
+    url: str,
+    name: str,
+    size: tuple[int, int],
+    out: Path,
+    ready: str = "document.readyState === 'complete'",
+    schemes: tuple[str, ...] = ("light", "dark"),
+) -> None:
+    for scheme in schemes:
+        page = await browser.open(url, *size)
+        await page.prefer(scheme)
+        await page.wait_for(ready)
+        await asyncio.sleep(_SETTLE_SECONDS)
+        file = out / f"{name}-{scheme}.png"
+        await page.take_picture(file)
+        shrink(file)
+        print(f"{file}: {file.stat().st_size / 1e3:.0f} kB")
+        if page.problems:
+            raise SystemExit(f"The page has problems: {page.problems}")
+
+
+async def draw_terminal(run: Path) -> str:
+    """Return `rollway top` as SVG, without a terminal."""
+    from rollway.observe.dash.terminal import Top
+
+    watch = Watch(open_directory(run))
+    watch.poll()
+    app = Top(watch, interval=60.0)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.pause()
+        await pilot.press("r")
+        await pilot.pause()
+        drawing: str = app.export_screenshot()
+    return re.sub(r"@font-face\s*\{.*?\}", "", drawing, flags=re.DOTALL)  # fonts from a network
+
+
+def shrink(file: Path) -> None:
+    """Write a picture with 256 colours: a page has no more that matter."""
+    from PIL import Image
+
+    with Image.open(file) as picture:
+        few = picture.convert("RGB").quantize(256)
+    few.save(file, optimize=True)
+    if file.stat().st_size > LARGEST:
+        raise SystemExit(f"{file} has {file.stat().st_size:,} bytes, more than {LARGEST:,}.")
 
 
 if __name__ == "__main__":

@@ -137,6 +137,11 @@ class Stack:
         return DriverHistory(directory, state.name, state.run_id, self.frontend_url)
 
     @property
+    def record_dir(self) -> Path | None:
+        """Where this stack is recorded; None if it is not."""
+        return None if self._history is None else self._history.recorder.directory
+
+    @property
     def run_recorder(self) -> RunRecorder | None:
         """What writes this process's part of the record; None if the stack is not recorded."""
         return None if self._history is None else self._history.recorder

@@ -194,6 +194,7 @@ class Stack(Blocking[AsyncStack]):
         frontend_url: the address of the frontend.
         rl_url: the address of the RL worker listing.
         run_dir: a scratch directory that is removed with the stack; None for an attached stack.
+        record_dir: where the stack is recorded, for `rollway report`; None if it is not.
 
     Example:
         with rollway.up(model="/models/policy", workers=2) as stack:
@@ -205,6 +206,7 @@ class Stack(Blocking[AsyncStack]):
         super().__init__(wrapped, portal)
         self.name: str = wrapped.name
         self.run_dir: Path | None = wrapped.run_dir
+        self.record_dir: Path | None = wrapped.record_dir
         self.frontend_url: str = wrapped.frontend_url
         self.rl_url: str = wrapped.rl_url
         self.models: list[str] = wrapped.models

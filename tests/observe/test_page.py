@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rollway.gateway.recorder import Recorder as SessionRecorder
+from rollway.gateway.turns import Turn
 from rollway.observe.dash.access import Access
 from rollway.observe.dash.open_run import open_directory
 from rollway.observe.dash.server import Dashboard, serve
@@ -115,7 +117,9 @@ async def test_an_answer_that_was_not_believed_is_counted(tmp_path: Path) -> Non
     _, writer, began = begin_run(tmp_path / "run")
     entry = {"kind": "rollouts", "t": began + 3, "seconds": 1.0, "count": 4, "tokens": 40,
              "not_believed": 1, "versions": {"0": 40}}  # fmt: skip
-    figure = "document.querySelector('[data-metric=rollway_answers_not_believed_total]').innerText"
+    figure = (
+        "document.querySelector('dd[data-metric=rollway_answers_not_believed_total]').innerText"
+    )
     async with open_page(tmp_path / "run") as page:
         assert await page.run(figure) == "0"
         writer.write("driver", entry)
@@ -365,3 +369,57 @@ async def test_the_page_survives_a_restart_of_the_dashboard(tmp_path: Path) -> N
             await page.wait_for("document.querySelector('#refit-facts dd')?.innerText === '5'")
             text = await page.run("document.getElementById('phase').innerText")
             assert text != "no connection"
+
+
+async def test_prefix_hits_have_a_row_per_worker_now_and_as_they_were(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", workers=12, seconds=120)
+    async with open_page(tmp_path / "run") as page:
+        await page.wait_for("!document.getElementById('hits').hidden")
+        names = "[...document.querySelectorAll('#hits-names span')].map((each) => each.innerText)"
+        assert await page.run(names) == [f"tiny-{number}" for number in range(12)]
+        label = "document.getElementById('hits-canvas').getAttribute('aria-label')"
+        assert "12 workers" in await page.run(label)
+        # A cell is drawn: the canvas is not empty.
+        drawn = """[...document.getElementById('hits-canvas').getContext('2d')
+            .getImageData(0, 0, 60, 40).data].some((value) => value > 0)"""
+        assert await page.run(drawn)
+        before = await page.run("document.getElementById('hits-canvas').toDataURL()")
+        await page.run("document.getElementById('slider').value = 300")
+        await page.run("document.getElementById('slider').dispatchEvent(new Event('input'))")
+        changed = f"document.getElementById('hits-canvas').toDataURL() !== {before!r}"
+        await page.wait_for(changed)
+
+
+async def test_a_conversation_is_shown_token_by_token(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", workers=2, seconds=30)
+    source = open_directory(tmp_path / "run")
+    source.journal = tmp_path / "tiny.jsonl"
+    recorder = SessionRecorder(source.journal)
+    session = recorder.open(MARKUP)
+    for number in (1, 2):
+        turn = Turn(
+            session=MARKUP, model=MARKUP, history=f"h{number}", new_ids=[1, 2], worker_id=7,
+            token_ids=[2**62, number], logprobs=[-0.5, -0.25], version=4 + number,
+            finish_reason="stop",
+        )  # fmt: skip
+        recorder.add(session, turn)
+    recorder.close()
+    async with open_page(source) as page:
+        await page.run("document.querySelector('#conversations summary').click()")
+        await page.wait_for("document.querySelectorAll('#session-list [role=option]').length === 1")
+        await page.run("document.querySelector('#session-list [role=option]').click()")
+        await page.wait_for("document.querySelectorAll('.turn').length === 2")
+        tokens = "[...document.querySelectorAll('.token')].map((each) => each.innerText)"
+        assert await page.run(tokens) == [str(2**62), "1", str(2**62), "2"]
+        title = "document.querySelector('.turn:nth-of-type(2) .token').title"
+        assert await page.run(title) == f"token {2**62}, log-prob -0.5, version 6"
+        assert await page.run("document.querySelectorAll('img, #session b').length") == 0
+
+
+async def test_a_run_without_a_journal_says_how_to_give_one(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", workers=2, seconds=30)
+    async with open_page(tmp_path / "run") as page:
+        await page.run("document.querySelector('#conversations summary').click()")
+        await page.wait_for(
+            "document.getElementById('session-note').innerText.includes('--journal')"
+        )

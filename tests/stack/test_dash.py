@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from rollway.observe.dash.server import Dashboard, serve
 from rollway.observe.dash.source import Source
 from rollway.observe.dash.view import View
 from rollway.stack.state import StackDir
-from tests.conftest import Footprint
+from tests.conftest import Cli, Footprint
 from tests.light.spec import light
 from tests.observe.browser import needs_chromium, open_browser
 from tests.stack.policies import Policy
@@ -67,6 +69,39 @@ def test_a_stack_is_shown_by_its_address(base_model: Path, footprint: Footprint)
             wait_until(lambda: len(follow(source, view).get_sections()["fleet"]) == 2)
             assert all(row["state"] == "serving" for row in view.get_sections()["fleet"])
         assert stack.rl_url  # the stack goes on
+    assert footprint.settle() == {}
+
+
+def test_top_and_report_tell_of_a_running_stack(
+    base_model: Path, policies: list[Policy], cli: Cli, tmp_path: Path, footprint: Footprint
+) -> None:
+    """As a user types them: by name, by address, and the report when it has ended."""
+    with rollway.up({**light(base_model, "topped"), "observe": OFTEN}) as stack:
+        stack.refit(1, policies[1].path)
+        stack.rollouts().generate(list(range(20)), rollway.Sampling(max_tokens=4), n=4)
+
+        def read_top(*arguments: str) -> dict[str, Any]:
+            result = cli("top", *arguments, "--json")
+            assert result.returncode == 0, result.stderr
+            model: dict[str, Any] = json.loads(result.stdout)
+            return model
+
+        def has_rollouts() -> bool:
+            return bool(read_top("topped")["sections"]["rollouts"]["totals"].get("count"))
+
+        wait_until(has_rollouts, every=0.5)
+        model = read_top("topped")
+        assert [row["version"] for row in model["sections"]["fleet"]] == [1, 1]
+        assert model["refit"]["version"] == 1 and len(model["refit"]["rows"]) == 2
+        by_address = read_top(stack.frontend_url)
+        assert [row["version"] for row in by_address["sections"]["fleet"]] == [1, 1]
+        text = cli("top", "topped", "--once").stdout
+        assert "Fleet: 2 of 2 workers serve" in text and "topped · live" in text
+        directory = stack.record_dir
+    result = cli("report", str(directory), "--out", str(tmp_path / "report.html"), "--json")
+    assert result.returncode == 0, result.stderr
+    figures = {f["label"]: f["value"] for f in json.loads(result.stdout)["runs"][0]["figures"]}
+    assert figures["rollouts"] == 4 and figures["refits"] == 1 and figures["workers"] == 2
     assert footprint.settle() == {}
 
 

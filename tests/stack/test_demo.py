@@ -14,8 +14,16 @@ from typing import Any
 
 import pytest
 
-from rollway.stack.state import StackDir, StackState
+from rollway.observe.metrics import TRAINER_NAMES
+from rollway.observe.read import Run
+from rollway.observe.runs import list_runs
+from rollway.observe.series import Series
+from rollway.observe.sinks import Feed, list_tags
+from rollway.observe.sinks.tensorboard import TensorBoard
+from rollway.observe.sinks.wandb import Wandb
+from rollway.stack.state import StackDir, StackState, home
 from tests.conftest import Cli, Footprint
+from tests.observe.read_sinks import read_tensorboard, read_wandb
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.stack
@@ -54,9 +62,11 @@ def test_the_demo_learns(
     assert 0 < report["pause_seconds_median"] <= report["refit_seconds_median"]
     assert report["versions"]["ai-dynamo"]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "report.json", "reward.png", "logs",
+        "report.json", "report.html", "reward.png", "logs",
     }  # fmt: skip
     assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Findings" in page and 'data-metric="rollway_refit_seconds"' in page
     assert footprint.new() == {}
 
 
@@ -69,6 +79,41 @@ def test_without_refit_it_does_not_learn(cli: Cli, footprint: Footprint, steps: 
     assert report["reward_last"] < 3 * report["reward_first"]
     assert {step["weight_version"] for step in report["steps"]} == {0}
     assert report["mismatch_kl_max"] > 1e-3  # trainer and engine drift apart, and it shows
+    assert footprint.new() == {}
+
+
+def test_sinks_of_a_demo_read_back_what_was_recorded(
+    cli: Cli, tmp_path: Path, footprint: Footprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names, steps and last values, by TensorBoard's reader and by wandb's messages."""
+    for module in ("tensorboard", "wandb"):
+        pytest.importorskip(module)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    before = set(list_runs(home() / "runs"))
+    run_demo(cli, "--workers", "1", "--steps", "4", "--out", "run")
+    (directory,) = set(list_runs(home() / "runs")) - before
+    sinks = [TensorBoard(tmp_path / "tb"), Wandb("demo", tmp_path)]
+    with Feed(directory, sinks, trainer_names=True):
+        pass
+    series, steps = Series(), []
+    for entry in Run(directory).read():
+        series.add(entry)
+        if entry["kind"] == "trainer":
+            steps.append(entry["step"])
+            recorded = list_tags(series.values)
+    assert steps == [1, 2, 3, 4]
+    drawn, (logged, summary) = read_tensorboard(tmp_path / "tb"), read_wandb(tmp_path)
+    for tag, value in recorded.items():
+        assert drawn[tag][-1] == (4, pytest.approx(value, rel=1e-6)), tag
+        assert logged[tag][-1] == (4, pytest.approx(value)), tag
+        assert summary[tag] == pytest.approx(value), tag
+    for name in ("rollway_refit_seconds/outcome=ok", "rollway_mismatch_k3", "rollway_step_seconds"):
+        assert [step for step, _ in drawn[name]] == [step for step, _ in logged[name]] == steps
+    for name in TRAINER_NAMES:
+        tag = f"generation_metrics/average_{name}"
+        assert len(drawn[tag]) == len(logged[tag]) == 4
     assert footprint.new() == {}
 
 

@@ -29,6 +29,7 @@ ORDER = [
     "__init__",
     "gateway",
     "observe.dash",
+    "observe.report",
     "kubernetes integrations demo",
     "chaos",
     "bench",

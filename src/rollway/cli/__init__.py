@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 
 from rollway.cli.grammar import make_parser
@@ -25,8 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         module, _, function = options.command.partition(":")
-        status: int = getattr(import_module(f"rollway.cli.{module}"), function)(options)
-        return status
+        command: Callable[..., int] = getattr(import_module(f"rollway.cli.{module}"), function)
+        with _leave_reports() if module == "bench" else nullcontext():
+            return command(options)
     except RollwayError as error:
         return _fail(error, as_json=options.json)
     except KeyboardInterrupt:
@@ -40,6 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cause = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
         hint = "Check the path and its permissions."
         return _fail(RollwayError(f"The system refused: {cause}.", hint), as_json=options.json)
+
+
+def _leave_reports() -> AbstractContextManager[None]:
+    """Have the runs that a bench records reported."""
+    from rollway.cli.output import print_progress
+    from rollway.observe.report import leave_reports
+
+    return leave_reports(print_progress)
 
 
 def _fail(error: RollwayError, *, as_json: bool) -> int:

@@ -1,36 +1,110 @@
-"""`rollway dash`: serve the page of a stack, or of a recorded run, until Ctrl-C."""
+"""`rollway dash`, `top` and `report`: show a stack, or a recorded run."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import os
 import secrets
 import signal
 import sys
 import webbrowser
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from rollway.cli.output import print_json, print_progress
+from rich.console import Console
+
+from rollway.cli.output import print_json, print_progress, print_result
 from rollway.config import is_loopback
 from rollway.errors import UsageError
 from rollway.observe.dash import open_run
 from rollway.observe.dash.access import TOKEN, Access
+from rollway.observe.dash.screen import make_screen, print_screen
 from rollway.observe.dash.server import Dashboard, serve
-from rollway.observe.dash.source import Source
+from rollway.observe.dash.source import Source, Watch
 
 
 def dash(options: argparse.Namespace) -> int:
     """Serve until a signal arrives."""
-    if options.run is not None and options.name is not None:
-        raise UsageError("A stack and a run directory are given.", "Give one of them.")
+    _check_source(options)
     access = Access(_read_token(options))
     access.check_host(options.host)
     if access.token and not is_loopback(options.host):
         print_progress(f"What the page shows crosses the network of {options.host} in the clear.")
+    if options.journal is not None and not options.journal.is_file():
+        raise UsageError(f"{options.journal} is not a file.", "Give the journal of a gateway.")
     with open_run.open_source(options.name, options.run) as source:
+        source.journal = options.journal or source.journal
         asyncio.run(_serve(source, access, options))
     return 0
+
+
+def _check_source(options: argparse.Namespace) -> None:
+    if options.run is not None and options.name is not None:
+        raise UsageError("A stack and a run directory are given.", "Give one of them.")
+
+
+def top(options: argparse.Namespace) -> int:
+    """Show a run in the terminal until the user ends it; with --once or --json, as it is now."""
+    _check_source(options)
+    if not 0.1 <= options.interval <= 3600:
+        raise UsageError(f"--interval is {options.interval:g}.", "Give 0.1 to 3600 seconds.")
+    is_once = options.once or options.json or not sys.stdout.isatty()
+    if not is_once and importlib.util.find_spec("textual") is None:
+        raise UsageError(
+            "`rollway top` needs Textual, which is not installed.",
+            "`pip install 'rollway[observe]'`, or look once with --once.",
+        )
+    with open_run.open_source(options.name, options.run) as source:
+        watch = Watch(source)
+        watch.settle()
+        if not is_once:
+            from rollway.observe.dash.terminal import run_top
+
+            run_top(watch, options.interval)
+            return 0
+        sections, view = watch.make_model(), watch.view
+        if options.json:
+            print_json(
+                {"sections": sections, "events": view.get_events(), "refit": view.get_refit("")}
+            )
+        else:
+            width = None if sys.stdout.isatty() else 160
+            print_screen(make_screen(sections, view), Console(highlight=False, width=width))
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the report of one run, or of two."""
+    from rollway.observe.report import describe_report, write_report
+
+    if len(options.runs) > 2:
+        raise UsageError(f"{len(options.runs)} runs are given.", "Give one, or two to compare.")
+    directories = [open_run.find_run(text) for text in options.runs or [None]]
+    out = options.out or Path(f"{'-'.join(path.name for path in directories)}.html")
+    summaries = write_report(directories, out)
+    result = {"file": str(out.resolve()), **describe_report(summaries)}
+    print_result(options, result, print_report)
+    return 0
+
+
+def print_report(result: Mapping[str, Any]) -> None:
+    """Print the findings of a report, and where it is."""
+    for run in result["runs"]:
+        print(f"{run['stack']} {run['run']}: {run['text']}")
+        for note in run["notes"]:
+            print(f"  {note}")
+        for finding in run["findings"]:
+            print(f"  {finding['kind']}: {finding['text']}")
+        if not run["findings"]:
+            print("  Nothing failed, nothing was slow, nothing was stale.")
+    for each in result.get("differences", ()):
+        if each["verdict"] in ("better", "worse"):
+            print(f"  {each['verdict']}: {each['label']}: {each['first']} -> {each['second']}")
+    print(f"report: {result['file']}")
 
 
 def _read_token(options: argparse.Namespace) -> str:

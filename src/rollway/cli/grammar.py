@@ -41,6 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
         add_commands(_make_add(group))
     _add_gateway(add("gateway", "programs:gateway", "serve an OpenAI endpoint that records tokens"))
     _add_dash(add("dash", "dash:dash", "show a stack, or a recorded run, as a page in the browser"))
+    _add_top(add("top", "dash:top", "show a stack, or a recorded run, in the terminal"))
+    text = "tell what happened in a recorded run, as one HTML file, or compare two"
+    _add_report(add("report", "dash:report", text))
     _add_chaos(add("chaos", "programs:chaos", "refit while things break, and check every token"))
     _add_demo(add("demo", "programs:demo", "train a tiny policy with GRPO on a real stack"))
     return parser
@@ -200,12 +203,28 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 def _add_dash(parser: argparse.ArgumentParser) -> None:
     _add_name(parser)
     parser.add_argument("--run", type=Path, metavar="DIR", help="a recorded run instead")
+    text = "a gateway's journal, for its conversations (default: that of the stack)"
+    parser.add_argument("--journal", type=Path, metavar="FILE", help=text)
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: loopback)")
     parser.add_argument("--port", type=int, default=8180, help="0 for a free one (default 8180)")
     text = "admit only who has a token: that of ROLLWAY_DASH_TOKEN, or a random one"
     parser.add_argument("--token", action="store_true", help=text)
     text = "whether to open a browser (default: if a person starts it)"
     parser.add_argument("--open", action=argparse.BooleanOptionalAction, default=True, help=text)
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a recorded run instead")
+    parser.add_argument("--once", action="store_true", help="print it once, without Textual")
+    text = "seconds between two looks (default 1; more for a slow line)"
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help=text)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    text = "a run directory, or its name; the newest run without it; two are compared"
+    parser.add_argument("runs", nargs="*", metavar="DIR", help=text)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: <name of DIR>.html")
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:

@@ -72,7 +72,7 @@ class DemoDisplay:
             )
         elif not report["refit"]:
             lines.append("control run: the workers never received the new weights")
-        lines.append(f"report, plot and logs: {directory}")
+        lines.append(f"reports, plot and logs: {directory}")
         for line in lines:
             self.note(line)
 

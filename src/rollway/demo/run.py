@@ -44,6 +44,7 @@ from rollway.demo.task import CountingTask
 from rollway.errors import RolloutError, UsageError
 from rollway.fleet.report import RefitReport
 from rollway.fleet.updates import Weights
+from rollway.observe.report import write_report
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.stack import preset
@@ -118,7 +119,7 @@ class _Run:
 
 
 def run_demo(options: DemoOptions) -> dict[str, Any]:
-    """Train, print the table, write report.json and reward.png, and return the report."""
+    """Train, print the table, write report.json, report.html and reward.png; return the report."""
     started = time.monotonic()
     run = _prepare(options)
     display = DemoDisplay(quiet=options.quiet)
@@ -137,10 +138,13 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
                 run.steps.append(step)
                 display.row(step)
         served = {} if options.engine == "mocker" else stack.fleet.read_versions()
+        record = stack.record_dir
     versions = {str(instance): version for instance, version in served.items()}
     report = _make_report(run, stack_seconds, time.monotonic() - started, versions)
     write_json(run.directory / "report.json", report)
     save_plot(run.directory / "reward.png", report)
+    if record is not None and record.is_dir():
+        write_report([record], run.directory / "report.html")
     display.summary(report, run.directory)
     return report
 
@@ -219,7 +223,7 @@ def _name_device(device: Device) -> str:
 
 def _make_stack_fields(run: _Run) -> dict[str, Any]:
     log_dir = str(run.directory / "logs")
-    return {"name": run.options.name, "log_dir": log_dir, "models": [run.model]}
+    return {"name": run.options.name, "log_dir": log_dir, "models": [run.model], "observe": "on"}
 
 
 def _run_step(

@@ -27,7 +27,7 @@ Entry = Turn | Forgotten | Lost
 
 _SESSION = re.compile(rb'"session":"((?:[^"\\]|\\.){0,2048})"')
 _OLD = (b'{"session":', b'{"forgotten":')
-_REFUSED = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, RollwayError)
+REFUSED = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, RollwayError)
 _MANY = 2**31
 
 
@@ -112,8 +112,8 @@ class _Reader:
             if line.raw is None:
                 raise RolloutError("The line is too long.")
             old = line.raw.startswith(_OLD)
-            entry = self._decode_old(line.raw) if old else _decode(line.raw)
-        except _REFUSED:
+            entry = self._decode_old(line.raw) if old else decode(line.raw)
+        except REFUSED:
             self._damage += 1
             self._put_aside(line, guess_session(line.raw or b""))
             return
@@ -144,7 +144,7 @@ class _Reader:
         session = self._session(turn.session)
         try:
             session.check(turn)
-        except _REFUSED:
+        except REFUSED:
             session.lost += 1
             self.loaded.damaged.add(turn.session)
             self._put_aside(line, turn.session, known=True)
@@ -197,7 +197,8 @@ class _Reader:
         return None
 
 
-def _decode(raw: bytes) -> Entry:
+def decode(raw: bytes) -> Entry:
+    """Return the entry of a line; raise one of `REFUSED` for a damaged one."""
     line = _line_decoder.decode(raw)
     if line.sum != f"{zlib.crc32(line.entry):08x}":
         raise RolloutError("The checksum is wrong.")

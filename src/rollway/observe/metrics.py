@@ -253,6 +253,21 @@ OWN = (
 METRICS = (*SCRAPED, *OWN)
 
 
+TRAINER_PREFIX = "generation_metrics/"
+TRAINER_NAMES = {
+    "inflight_batch_sizes": "vllm:num_requests_running",
+    "num_pending_samples": "vllm:num_requests_waiting",
+    "kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "generation_tokens": "vllm:generation_tokens_total",
+}
+"""What users of trainers call these metrics; see rollway.observe.sinks.trainer_names."""
+LENGTHS = {
+    "prompt": f"{TRAINER_PREFIX}histogram/input_tokens_length",
+    "sampled": f"{TRAINER_PREFIX}histogram/gen_tokens_length",
+}
+"""Histograms of lengths in an entry `rollouts`, and what trainers call them."""
+
+
 def list_names() -> list[str]:
     """List every name under which a value can be recorded or shown."""
     return [name for metric in METRICS for name in metric.list_names()]

@@ -22,7 +22,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -49,10 +49,13 @@ _KIND = msgspec.json.Decoder(_Kind)
 _DECODERS = {kind: msgspec.json.Decoder(shape) for kind, shape in SHAPES.items()}
 
 
-def decode(line: bytes) -> Entry | str:
-    """Return the entry of a line, or why it is none: `unknown kind` or `damaged`."""
+def decode(line: bytes, without: Collection[str] = ()) -> Entry | str | None:
+    """Return the entry of a line, or why it is none: `unknown kind` or `damaged`; None for a kind
+    that is not wanted."""
     try:
         kind = _KIND.decode(line).kind
+        if kind in without:
+            return None
         decoder = _DECODERS.get(kind)
         if decoder is None:
             return "unknown kind"
@@ -85,10 +88,11 @@ class Run:
         """Whether a newer Rollway wrote a part of this run."""
         return self.newest_schema > SCHEMA
 
-    def read(self) -> Iterator[Entry]:
-        """Yield all entries that are there now, in the order of time."""
+    def read(self, *, without: Collection[str] = ()) -> Iterator[Entry]:
+        """Yield all entries that are there now, in the order of time; `without` names kinds that
+        are passed over, which is faster than to leave them out later."""
         fill = _Roster()
-        chains = [self._read_chain(files) for files in _list_chains(self.directory)]
+        chains = [self._read_chain(files, without) for files in _list_chains(self.directory)]
         for entry in heapq.merge(*chains, key=_get_time):
             yield fill(entry)
 
@@ -116,12 +120,12 @@ class Run:
         """Return a reader of this run that can be asked for new entries again and again."""
         return Follower(self)
 
-    def _read_chain(self, files: list[Path]) -> Iterator[Entry]:
+    def _read_chain(self, files: list[Path], without: Collection[str]) -> Iterator[Entry]:
         """Yield the entries of the files of one process, nearly in order of time, put in order."""
         window: list[tuple[float, int, Entry]] = []
         number = 0
         for path in files:
-            tail = Tail(path, self)
+            tail = Tail(path, self, without)
             while lines := tail.read_entries(_WINDOW):
                 for entry in lines:
                     number += 1
@@ -171,11 +175,12 @@ class Follower:
 class Tail:
     """One file, read from its beginning to where it ends now; later calls read on."""
 
-    def __init__(self, path: Path, run: Run) -> None:
+    def __init__(self, path: Path, run: Run, without: Collection[str] = ()) -> None:
         self.waiting: list[Entry] = []
         """Entries that were read and not taken yet."""
         self._path = path
         self._run = run
+        self._without = without
         self._inode = 0
         self._place = 0
         self._rest = b""
@@ -258,7 +263,9 @@ class Tail:
     def _read_line(self, line: bytes) -> Entry | None:
         if not line.strip():
             return None
-        entry = decode(line)
+        entry = decode(line, self._without)
+        if entry is None:
+            return None
         if isinstance(entry, str):
             self._run.problems[entry] += 1
             return None

@@ -102,6 +102,8 @@ class Rollouts(TypedDict):
     continued: NotRequired[int]
     not_believed: NotRequired[int]
     versions: NotRequired[dict[str, int]]
+    histograms: NotRequired[dict[str, dict[int, int]]]
+    """Counts of lengths by their number of bits: `prompt` and `sampled`."""
 
 
 class Mismatch(TypedDict):

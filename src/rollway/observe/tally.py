@@ -64,6 +64,8 @@ class RolloutTally:
         self._latency, self._first_token, self._lengths = Figures(), Figures(), Figures()
         self._retries: Counter[str] = Counter()
         self._versions: Counter[str] = Counter()
+        self._prompt_bits: Counter[int] = Counter()
+        self._sampled_bits: Counter[int] = Counter()
 
     def add_rollout(
         self,
@@ -89,6 +91,8 @@ class RolloutTally:
         self._busy_until = now
         self._latency.add(seconds)
         self._lengths.add(tokens)
+        self._prompt_bits[prompt_tokens.bit_length()] += 1
+        self._sampled_bits[tokens.bit_length()] += 1
         self._set_timer()
 
     def add_first_token(self, seconds: float) -> None:
@@ -137,6 +141,7 @@ class RolloutTally:
             "continued": self._continued,
             "not_believed": self._not_believed,
             "versions": dict(self._versions),
+            "histograms": {"prompt": self._prompt_bits, "sampled": self._sampled_bits},
         }
         self._began = now
         self._reset()

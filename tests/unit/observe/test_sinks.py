@@ -1,5 +1,6 @@
-"""What sinks are given. TensorBoard's and wandb's packages are not in the test environment: a
-stand-in notes the calls. The Prometheus page is read by Prometheus' own parser."""
+"""What sinks are given: a stand-in of TensorBoard's and wandb's packages notes the calls, so that a
+failure can be made. test_sinks_read.py has the real ones. The Prometheus page is read by
+Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ class Broken:
     def update(self, values: object) -> None:
         raise RuntimeError("no room")
 
-    def end_step(self, step: int, values: object) -> None:
+    def end_step(self, step: int, values: object, lengths: object) -> None:
         raise RuntimeError("no room")
 
     def close(self) -> None:
@@ -166,4 +167,4 @@ def test_tools_get_every_metric_once_with_the_step(
     assert modes == ["offline"]
     (values, is_committed), _ = logged
     assert is_committed and values["rollway_step"] == 7
-    assert values["rollway_mismatch_k3/version=3"] == 1e-4
+    assert values["rollway_mismatch_k3"] == 1e-4  # of the newest version

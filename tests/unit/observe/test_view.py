@@ -330,3 +330,21 @@ def test_no_entry_breaks_the_view(entries: list[object]) -> None:
 def test_bad_entries_do_not_hide_good_ones(entries: list[object]) -> None:
     view = see(*entries, make_workers(1.9e9, good=3))
     assert "good" in [row["name"] for row in view.get_sections()["fleet"]]
+
+
+def test_prefix_hits_of_each_worker_over_time() -> None:
+    view = View()
+    queries, hits = (f"vllm:prefix_cache_{name}_total_per_second" for name in ("queries", "hits"))
+    for number in range(500):
+        values = {
+            queries: {"worker=tiny-10": 100.0, "worker=tiny-2,role=prefill": 10.0,
+                      "worker=d,role=decode": 5.0},
+            hits: {"worker=tiny-10": 25.0, "worker=tiny-2,role=prefill": 10.0,
+                   "worker=d,role=decode": 5.0},
+        }  # fmt: skip
+        view.add({"kind": "sample", "t": 1.7e9 + 2 * number, "values": values})
+    rows = view.workers.list_hits()
+    assert [row["name"] for row in rows] == ["tiny-2", "tiny-10"]
+    assert len(rows[0]["points"]) <= 90
+    assert {share for _, share in rows[0]["points"]} == {1.0}
+    assert {share for _, share in rows[1]["points"]} == {0.25}

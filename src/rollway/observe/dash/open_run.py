@@ -1,4 +1,4 @@
-"""Find what `rollway dash` is asked for: a stack that is up, an address, a recorded run."""
+"""Find what `rollway dash` and `rollway top` are asked for: a stack, an address, a recorded run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from rollway.errors import RollwayError, UsageError
-from rollway.observe.dash.attached import record_attached
+from rollway.observe.dash.attached import LISTING_SECONDS, record_attached
 from rollway.observe.dash.source import Phase, Source
 from rollway.observe.read import Run
+from rollway.observe.runs import list_runs
+from rollway.private import is_plain_name
 from rollway.stack import local
 from rollway.stack.ray import launcher
 from rollway.stack.ray.mirror import Mirror
@@ -27,6 +29,7 @@ def open_source(name: str | None, directory: Path | None) -> Iterator[Source]:
         with record_attached(name) as recorded:
             source = _make_source(name, Run(recorded))
             source.get_phase = lambda: "live"
+            source.settle_seconds = LISTING_SECONDS
             yield source
     else:
         name = launcher.resolve_name(name)
@@ -34,14 +37,33 @@ def open_source(name: str | None, directory: Path | None) -> Iterator[Source]:
             yield open_stack(name)
 
 
-def open_directory(directory: Path) -> Source:
-    """Return the source of a recorded run."""
+def find_run(text: str | None) -> Path:
+    """Return the directory of a recorded run: a path, a name below the home, or the newest."""
+    runs = home() / "runs"
+    if text is None:
+        newest = next((run for run in list_runs(runs) if any(run.glob("*.jsonl"))), None)
+        if newest is None:
+            raise UsageError(f"No run is recorded in {runs}.", "Give the directory of a run.")
+        return newest
+    directory = Path(text)
+    if not directory.is_dir() and is_plain_name(text) and (runs / text).is_dir():
+        directory = runs / text
+    check_directory(directory)
+    return directory.resolve()
+
+
+def check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory.", "Give the directory of a run.")
     if not any(directory.glob("*.jsonl")):
         raise UsageError(
             f"{directory} has no record of a run.", f"Runs are recorded in {home() / 'runs'}."
         )
+
+
+def open_directory(directory: Path) -> Source:
+    """Return the source of a recorded run."""
+    check_directory(directory)
     return _make_source(str(directory), Run(directory))
 
 
@@ -58,10 +80,11 @@ def open_stack(name: str) -> Source:
     if not directory.is_dir():
         raise RollwayError(
             f"The record of `{name}` is not on this machine: there is no {directory}.",
-            "Run `rollway dash` on the machine of its head, or with the same ROLLWAY_HOME.",
+            "Run this on the machine of its head, or with the same ROLLWAY_HOME.",
         )
     source = _make_source(name, Run(directory))
     source.log_dir = Path(state.log_dir)
+    source.journal = home() / "gateway" / f"{name}.jsonl"  # where `rollway gateway` puts it
     if state.ray_namespace:
         source.get_phase = lambda: "live"  # its record says when it ends
     else:

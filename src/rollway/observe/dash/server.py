@@ -5,10 +5,13 @@
     GET /                  the page, and /static/… for its parts
     GET /api/model[?at=T]  everything, now or as it was
     GET /api/refit?key=K   the bars of one refit (with `at`, too)
+    GET /api/hits          prefix hits of every worker over time (with `at`, too)
+    GET /api/sessions, /api/session?name=N    conversations of a gateway; one, token by token
     GET /api/stream        server-sent events: first everything, then what changed
     GET /api/logs, /api/log?name=N    names of logs; one log, followed
 
-It only reads, and only the run and log directories. See `access` for who is admitted.
+It only reads, and only the run and log directories and the gateway's journal. See `access` for who
+is admitted.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from aiohttp import web
 
 from rollway.errors import PortInUse, UsageError
 from rollway.observe.dash.access import Access, add_headers, make_guard, refuse
-from rollway.observe.dash.source import History, Source
+from rollway.observe.dash.conversations import Conversations
+from rollway.observe.dash.source import History, Source, Watch
 from rollway.observe.dash.view import View
 from rollway.stack.logs import Follower
 
@@ -54,10 +58,10 @@ class Dashboard:
 
     def __init__(self, source: Source, access: Access | None = None) -> None:
         self.source = source
-        self.view = View()
+        self.watch = Watch(source)
+        self.view = self.watch.view
         self._access = access or Access()
-        self._phase = "live"
-        self._trouble = ""
+        self._conversations = None if source.journal is None else Conversations(source.journal)
         self._history: History | None = None
         self._history_lock = asyncio.Lock()
         self._past: tuple[float, View] | None = None
@@ -73,6 +77,9 @@ class Dashboard:
         app.router.add_get("/static/{name}", self._send_static)
         app.router.add_get("/api/model", self._send_model)
         app.router.add_get("/api/refit", self._send_refit)
+        app.router.add_get("/api/hits", self._send_hits)
+        app.router.add_get("/api/sessions", self._send_sessions)
+        app.router.add_get("/api/session", self._send_session)
         app.router.add_get("/api/stream", self._stream)
         app.router.add_get("/api/logs", self._send_logs)
         app.router.add_get("/api/log", self._stream_log)
@@ -95,41 +102,22 @@ class Dashboard:
             await self._poll()
 
     async def _poll(self) -> None:
-        """Take all new entries. A directory that cannot be read now may be back later."""
-        before = (self._phase, self._trouble)
-        count = 0
+        """Take all new entries, as `Watch.poll` does, and answer pages meanwhile."""
+        watch = self.watch
+        before, count = (watch.phase, watch.trouble), 0
         try:
             while entries := await asyncio.to_thread(self.source.poll):
                 count += len(entries)
                 for number, entry in enumerate(entries):
                     self.view.add(entry)
                     if number % 200 == 199:
-                        await asyncio.sleep(0)  # pages are answered meanwhile
-            self._phase, self._trouble = await asyncio.to_thread(self.source.get_phase), ""
+                        await asyncio.sleep(0)
+            watch.note_phase(await asyncio.to_thread(self.source.get_phase))
         except OSError as error:
-            self._trouble = f"The record cannot be read: {error.strerror or error}."
-        if count or before != (self._phase, self._trouble):
+            watch.note_trouble(error)
+        if count or before != (watch.phase, watch.trouble):
             self._changed.set()
             self._changed = asyncio.Event()
-
-    def make_model(self, view: View | None = None) -> dict[str, Any]:
-        """Return what the page shows without its series, events and bars."""
-        sections = (view or self.view).get_sections()
-        problems = self.source.count_problems()
-        unread = ", ".join(f"{count:,} {reason}" for reason, count in problems.items() if count)
-        notes = [self._trouble] if self._trouble else []
-        if unread:
-            notes.append(f"Lines of the record that could not be read: {unread}.")
-        run = sections["run"]
-        ended = self._phase == "ended" or run["ended"] is not None
-        sections["run"] = {
-            **run,
-            "label": self.source.label,
-            "phase": "ended" if ended and self._phase != "recorded" else self._phase,
-            "notes": notes + run["notes"],
-            "has_logs": self.source.log_dir is not None,
-        }
-        return sections
 
     # --- answers ---------------------------------------------------------------------------------
 
@@ -150,7 +138,7 @@ class Dashboard:
 
     async def _send_model(self, request: web.Request) -> web.Response:
         view, at = await self._get_view(request)
-        model = self.make_model(view)
+        model = self.watch.make_model(view)
         if at is not None:
             model["run"] |= {"at": at, "first": self.view.first, "last": self.view.now}
         return _make_json(
@@ -168,6 +156,24 @@ class Dashboard:
         if refit is None:
             return refuse(404, "There is no such refit; the last fifty are kept.")
         return _make_json(round_bars(refit))
+
+    async def _send_hits(self, request: web.Request) -> web.Response:
+        view, _ = await self._get_view(request)
+        return _make_json({"workers": view.workers.list_hits()})
+
+    async def _send_sessions(self, _: web.Request) -> web.Response:
+        if self._conversations is None:
+            return _make_json({"is_known": False, "sessions": [], "left_out": 0})
+        sessions = await asyncio.to_thread(self._conversations.list_sessions)
+        return _make_json({"is_known": True, **sessions})
+
+    async def _send_session(self, request: web.Request) -> web.Response:
+        name, session = request.query.get("name", ""), None
+        if self._conversations is not None:
+            session = await asyncio.to_thread(self._conversations.read_session, name)
+        if session is None:
+            return refuse(404, "There is no such session; the newest are kept.")
+        return _make_json(session)
 
     async def _get_view(self, request: web.Request) -> tuple[View, float | None]:
         """Return the view now, or as it was at the time that the request names."""
@@ -285,7 +291,7 @@ class _Page:
         """Return what the page does not have yet; empty if nothing."""
         view = self._dashboard.view
         update: dict[str, Any] = {}
-        sections = self._dashboard.make_model()
+        sections = self._dashboard.watch.make_model()
         fleet = self._find_changed_rows(sections.pop("fleet"))
         changed = {}
         for name, section in sections.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rollway.private import is_plain_name
 Entry = dict[str, Any]
 Phase = Literal["live", "ended", "recorded"]
 
+_SETTLE_POLL_SECONDS = 0.2
 _MOST_ENTRIES = 400_000
 _MOST_SAMPLES = 2_000
 
@@ -34,6 +36,10 @@ class Source:
     count_problems: Callable[[], dict[str, int]] = dict
     """Returns how many lines of the record could not be read, by reason."""
     log_dir: Path | None = None
+    journal: Path | None = None
+    """The journal of the stack's gateway, whether there is one or not."""
+    settle_seconds: float = 0.0
+    """How long a record that has just begun takes until it tells the present."""
 
     def list_logs(self) -> list[str]:
         """List the processes that have a log."""
@@ -47,6 +53,69 @@ class Source:
             return None
         path = self.log_dir / f"{name}.log"
         return path if path.is_file() and not path.is_symlink() else None
+
+
+class Watch:
+    """A run as it is now: its view, and whether it is live. Whoever shows a run polls one.
+
+    Example:
+        watch = Watch(source)
+        while watch.poll() or …:
+            show(watch.make_model())
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.view = View()
+        self.phase: Phase = "live"
+        self.trouble = ""
+
+    def poll(self) -> bool:
+        """Take all new entries, and return whether anything changed."""
+        before, count = (self.phase, self.trouble), 0
+        try:
+            while entries := self.source.poll():
+                count += len(entries)
+                for entry in entries:
+                    self.view.add(entry)
+            self.note_phase(self.source.get_phase())
+        except OSError as error:
+            self.note_trouble(error)
+        return bool(count) or before != (self.phase, self.trouble)
+
+    def settle(self) -> None:
+        """Wait until a record that has just begun tells of workers, or for its settling time."""
+        until = time.monotonic() + self.source.settle_seconds
+        self.poll()
+        while time.monotonic() < until and not len(self.view.workers):
+            time.sleep(_SETTLE_POLL_SECONDS)
+            self.poll()
+
+    def note_phase(self, phase: Phase) -> None:
+        self.phase, self.trouble = phase, ""
+
+    def note_trouble(self, error: OSError) -> None:
+        """Keep what is known: a directory that cannot be read now may be back later."""
+        self.trouble = f"The record cannot be read: {error.strerror or error}."
+
+    def make_model(self, view: View | None = None) -> dict[str, Any]:
+        """Return what is shown without series, events and bars; of another view, as it was."""
+        sections = (view or self.view).get_sections()
+        problems = self.source.count_problems()
+        unread = ", ".join(f"{count:,} {reason}" for reason, count in problems.items() if count)
+        notes = [self.trouble] if self.trouble else []
+        if unread:
+            notes.append(f"Lines of the record that could not be read: {unread}.")
+        run = sections["run"]
+        ended = self.phase == "ended" or run["ended"] is not None
+        sections["run"] = {
+            **run,
+            "label": self.source.label,
+            "phase": "ended" if ended and self.phase != "recorded" else self.phase,
+            "notes": notes + run["notes"],
+            "has_logs": self.source.log_dir is not None,
+        }
+        return sections
 
 
 class History:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollway.observe.bins import Bins
 from rollway.observe.dash.fields import (
     get_amount,
     get_count,
@@ -19,6 +20,7 @@ SERVING = ("ready", "serving")
 STALE_SECONDS = 15.0
 """A sampled value that is this much older than the newest sample is a gap."""
 _MOST_WORKERS, _MOST_TOLD = 1_024, 10_000
+_HIT_BINS = 90
 _STATES = {
     "exited": "exited",
     "leave": "gone",
@@ -53,6 +55,8 @@ class Workers:
         """The last events of workers that no list has had yet."""
         self._sampled: dict[str, dict[str, tuple[float, float]]] = {}
         self._last_sample = float("-inf")
+        self._hits: dict[str, Bins] = {}
+        self._began: float | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -151,7 +155,35 @@ class Workers:
                 numbers.setdefault(metric, []).append(number)
                 if worker in self._sampled or len(self._sampled) < _MOST_WORKERS:
                     self._sampled.setdefault(worker, {})[metric] = (t, number)
+        self._add_hits(values, t)
         return numbers
+
+    def _add_hits(self, values: Mapping[str, Any], t: float) -> None:
+        """Keep the share of prompt tokens that each worker found, over time."""
+        hits = get_mapping(values.get(HITS))
+        for key, value in get_mapping(values.get(QUERIES)).items():
+            queries, own = get_amount(value), get_amount(hits.get(key)) or 0.0
+            labels = parse_labels(key)
+            # What a decode worker calls hits is KV that came from prefill workers.
+            if not queries or labels.get("role") == "decode":
+                continue
+            name = labels.get("worker", "")
+            if name not in self._hits and len(self._hits) < _MOST_WORKERS:
+                self._began = t if self._began is None else self._began
+                self._hits[name] = Bins(self._began, _HIT_BINS)
+            if name in self._hits:
+                self._hits[name].add(t, min(own / queries, 1.0), queries)
+
+    def list_hits(self) -> list[dict[str, Any]]:
+        """List the prefix hits of every worker over time."""
+        return [
+            {
+                "name": name,
+                "width": bins.width,
+                "points": [(round(t, 1), round(share, 3)) for t, share in bins.list_means()],
+            }
+            for name, bins in sorted(self._hits.items(), key=lambda item: rank_name(item[0]))
+        ]
 
     @property
     def newest(self) -> int | None:
@@ -199,6 +231,13 @@ class Workers:
             self.behind_since = None
         elif self.behind_since is None:
             self.behind_since = t
+
+
+def rank_name(name: str) -> tuple[str, int, str]:
+    """Return a key that has `tiny-2` before `tiny-10`."""
+    stem = name.rstrip("0123456789")
+    number = name[len(stem) :][:9]
+    return stem, int(number) if number.isascii() and number else 0, name
 
 
 def _get_instance(fields: Mapping[str, Any]) -> str:

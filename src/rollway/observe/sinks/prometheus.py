@@ -6,11 +6,13 @@ Families of Dynamo and vLLM are left out: Prometheus scrapes those itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rollway import private
 from rollway.observe.metrics import OWN, parse_labels_key
 from rollway.observe.series import Values
+from rollway.observe.sinks.trainer_names import Histogram
 
 
 class PrometheusFile:
@@ -27,7 +29,7 @@ class PrometheusFile:
         # Replaced as a whole, so that nobody reads half a page.
         private.replace_file(self._path, render_page(values, self._stack).encode())
 
-    def end_step(self, step: int, values: Values) -> None:
+    def end_step(self, step: int, values: Values, lengths: Mapping[str, Histogram]) -> None:
         """Do nothing: Prometheus has its own times."""
 
     def close(self) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError
 from rollway.observe.series import Values
 from rollway.observe.sinks import list_tags
+from rollway.observe.sinks.trainer_names import Histogram, list_edges
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class Wandb:
             wandb: Any = importlib.import_module("wandb")
         except ImportError:
             raise UsageError("wandb is not installed.", "`pip install wandb`.") from None
+        self._make_histogram: Any = getattr(wandb, "Histogram", None)
         self._owns_run = getattr(wandb, "run", None) is None
         if mode is None and self._owns_run and not _has_login():
             mode = "offline"
@@ -43,8 +46,12 @@ class Wandb:
     def update(self, values: Values) -> None:
         """Do nothing: points belong to steps."""
 
-    def end_step(self, step: int, values: Values) -> None:
-        self._run.log({**list_tags(values), "rollway_step": step}, commit=True)
+    def end_step(self, step: int, values: Values, lengths: Mapping[str, Histogram]) -> None:
+        histograms = {
+            tag: self._make_histogram(np_histogram=list_edges(histogram))
+            for tag, histogram in lengths.items()
+        }
+        self._run.log({**list_tags(values), **histograms, "rollway_step": step}, commit=True)
 
     def close(self) -> None:
         if self._owns_run:

@@ -65,7 +65,7 @@ const probe = el("span", { class: "unseen" });
 document.body.append(probe);
 
 /** Return a colour of the style as a canvas takes it: not as `light-dark(…)`. */
-function readColor(name) {
+export function readColor(name) {
   probe.style.color = `var(${name})`;
   return getComputedStyle(probe).color;
 }

@@ -74,7 +74,7 @@ function renderMismatch(rows, [good, bad]) {
   const gap = (width - left) / rows.length;
   rows.forEach((row, index) => {
     const level = row.k3 < good ? "good" : row.k3 < bad ? "warn" : "bad";
-    const bar = svg("rect", { x: left + gap * (index + 0.15), width: gap * 0.7, y: place(row.k3), height: Math.max(height - bottom - place(row.k3), 1), class: `bar-${level}` });
+    const bar = svg("rect", { x: left + gap * (index + 0.15), width: gap * 0.7, y: place(row.k3), height: Math.max(height - bottom - place(row.k3), 1), class: `bar-${level}`, "data-metric": "rollway_mismatch_k3" });
     bar.append(svg("title", {}, `version ${row.version}: k3 ${formatNumber(row.k3)}, ${row.tokens.toLocaleString("en")} tokens`));
     root.append(bar);
   });

@@ -8,7 +8,9 @@ import { $, el, formatClock, formatMoment, formatUtc, isNumber, setClass, setTex
 import { renderFleet } from "./fleet.js";
 import { renderRefits, showRefit } from "./refits.js";
 import { drawCharts, renderRollouts } from "./charts.js";
+import { drawHits, renderHits } from "./hits.js";
 import { renderExactness } from "./exactness.js";
+import "./conversations.js";
 import { renderEvents } from "./events.js";
 import { setUpLog } from "./log.js";
 
@@ -104,6 +106,7 @@ function render(model) {
   renderFleet(model);
   renderRefits(model);
   renderRollouts(model);
+  renderHits(past === null ? null : past.sections.run.at);
   renderExactness(model);
   renderEvents(model);
   renderTime();
@@ -270,6 +273,7 @@ function renderTheme() {
   const theme = root.dataset.theme ?? "";
   setText($("theme"), theme === "" ? "Auto" : theme === "light" ? "Light" : "Dark");
   drawCharts(); // their colours are drawn, not styled
+  drawHits();
 }
 
 $("theme").addEventListener("click", () => {

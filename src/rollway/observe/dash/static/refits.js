@@ -168,7 +168,7 @@ function makeRow(row, last) {
   const facts = [row.state, row.proof && `proved by ${row.proof}`, row.strategy].filter(Boolean).join(", ");
   const who = el("span", { class: "who", title: `instance ${row.instance}${facts ? `, ${facts}` : ""}` }, row.name || row.instance);
   if (row.straggler) who.append(el("em", {}, "slow"));
-  const line = el("div", { class: `track-row${row.error ? " failed" : ""}`, "data-instance": row.instance }, who, track, el("span", { class: "total" }, formatSeconds(row.busy)));
+  const line = el("div", { class: `track-row${row.error ? " failed" : ""}`, "data-instance": row.instance }, who, track, el("span", { class: "total", "data-metric": "rollway_refit_phase_seconds" }, formatSeconds(row.busy)));
   return row.error ? el("div", {}, line, el("p", { class: "error" }, `${row.state}: ${row.error}`)) : line;
 }
 

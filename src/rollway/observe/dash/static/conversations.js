@@ -1,0 +1,79 @@
+// Conversations of a gateway: the newest sessions, and one of them token by token, in the colour of the
+// version that sampled each. They are fetched when somebody looks.
+
+import { $, el, isNumber, plural, setText } from "./dom.js";
+
+const COLORS = 6;
+
+let chosen = null;
+
+function setUp() {
+  $("conversations").addEventListener("toggle", () => $("conversations").open && loadSessions());
+  $("session-list").addEventListener("keydown", (event) => {
+    const step = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    if (step === undefined) return;
+    event.preventDefault();
+    const options = [...$("session-list").children];
+    const now = options.findIndex((option) => option.getAttribute("aria-selected") === "true");
+    options[Math.min(Math.max(now + step, 0), options.length - 1)]?.click();
+  });
+}
+
+async function loadSessions() {
+  const answer = await fetch("/api/sessions");
+  if (!answer.ok) return;
+  const { is_known: isKnown, sessions, left_out: leftOut } = await answer.json();
+  let note = leftOut ? `and ${plural(leftOut, "older session")}` : "";
+  if (!sessions.length) note = "The gateway of this stack has recorded no session.";
+  if (!isKnown) note = "This run does not name a gateway's journal: give it with rollway dash --journal FILE.";
+  setText($("session-note"), note);
+  $("session-list").replaceChildren(...sessions.map(makeOption));
+}
+
+function makeOption(session) {
+  const versions = session.versions.length ? ` · versions ${session.versions.join(", ")}` : "";
+  const forks = session.forks ? ` · ${plural(session.forks, "fork")}` : "";
+  const text = `${plural(session.turns, "turn")} · ${plural(session.tokens, "token")}${versions}${forks}`;
+  return el(
+    "div",
+    { role: "option", "aria-selected": session.name === chosen ? "true" : "false", onclick: () => choose(session.name) },
+    el("b", { "data-column": "name" }, session.name || "(no name)"),
+    el("span", { class: "muted", "data-metric": "rollway_gateway_turns_total" }, text),
+  );
+}
+
+async function choose(name) {
+  chosen = name;
+  for (const option of $("session-list").children) {
+    option.setAttribute("aria-selected", option.querySelector("b").textContent === (name || "(no name)") ? "true" : "false");
+  }
+  const answer = await fetch(`/api/session?name=${encodeURIComponent(name)}`);
+  if (chosen !== name) return;
+  if (!answer.ok) {
+    $("session").replaceChildren(el("p", { class: "empty" }, "This session is not there any more."));
+    return;
+  }
+  const session = await answer.json();
+  const rest = session.left_out ? el("p", { class: "muted" }, `${plural(session.left_out, "turn")} more`) : null;
+  $("session").replaceChildren(...[...session.turns.map(makeTurn), rest].filter(Boolean));
+}
+
+function makeTurn(turn, index) {
+  const version = isNumber(turn.version) ? `version ${turn.version}` : "no version";
+  const facts = [`turn ${index + 1}`, version, turn.worker && `worker ${turn.worker}`, turn.finish, turn.model].filter(Boolean).join(" · ");
+  const title = (id, logprob) => `token ${id}${isNumber(logprob) ? `, log-prob ${logprob}` : ""}, ${version}`;
+  const color = isNumber(turn.version) ? `version-${turn.version % COLORS}` : "";
+  const tokens = turn.tokens.map(([id, logprob]) => el("span", { class: `token ${color}`, title: title(id, logprob) }, id));
+  const prompt = el("details", {}, el("summary", {}, plural(turn.prompt_tokens, "prompt token")), el("p", { class: "ids muted" }, turn.prompt.join(" ")));
+  const cut = turn.sampled - turn.tokens.length;
+  return el(
+    "article",
+    { class: "turn", "data-turn": turn.id },
+    el("h3", {}, facts),
+    turn.forked ? el("p", { class: "warn" }, `fork: ${turn.forked}`) : null,
+    prompt,
+    el("p", { class: "ids" }, ...tokens, cut > 0 ? el("span", { class: "muted" }, ` ${plural(cut, "token")} more`) : null),
+  );
+}
+
+setUp();

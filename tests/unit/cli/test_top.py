@@ -1,0 +1,127 @@
+"""`rollway top` as a command, where nobody sits at a terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from rollway.cli import main
+from tests.observe.make_run import write_run
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    write_run(tmp_path / "run", workers=2, seconds=30)
+    return tmp_path / "run"
+
+
+def test_json_has_the_sections_of_the_page(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--run", str(run_dir), "--json"]) == 0
+    model = json.loads(capsys.readouterr().out)
+    assert {row["name"] for row in model["sections"]["fleet"]} == {"tiny-0", "tiny-1"}
+    assert [answer["name"] for answer in model["sections"]["top"]] == [
+        "exact", "fresh", "cached", "busy",
+    ]  # fmt: skip
+    assert model["refit"]["rows"] and model["events"]
+
+
+@pytest.mark.parametrize("arguments", [["--once"], []])
+def test_it_prints_once_into_a_pipe(
+    run_dir: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--run", str(run_dir), *arguments]) == 0
+    text = capsys.readouterr().out
+    for word in ("exact", "Fleet: 2 of 2 workers serve", "Refits", "Rollouts", "Events"):
+        assert word in text
+
+
+def test_without_textual_it_names_the_extra(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["top", "--run", str(run_dir)]) == 2
+    assert "rollway[observe]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--run", "RUN", "policy"], "A stack and a run directory are given"),
+        (["--run", "RUN/nothing"], "is not a directory"),
+        (["--run", "RUN", "--interval", "0"], "--interval is 0"),
+    ],
+)
+def test_wrong_input_is_refused_with_the_fix(
+    run_dir: Path, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [argument.replace("RUN", str(run_dir)) for argument in arguments]
+    assert main(["top", "--once", *given]) == 2
+    assert text in capsys.readouterr().err
+
+
+class Terminal:
+    """A terminal of 120 columns that a command is started in."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._handle, inner = pty.openpty()
+        termios.tcsetwinsize(inner, (40, 120))
+        command = [sys.executable, "-m", "rollway.cli", *arguments]
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        self.process = subprocess.Popen(
+            command,
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(inner)
+        self.text = ""
+
+    def read(self, seconds: float) -> int:
+        """Take what is written, until nothing is for so long; return how many bytes."""
+        count = 0
+        while select.select([self._handle], [], [], seconds)[0]:
+            try:
+                data = os.read(self._handle, 1 << 16)
+            except OSError:  # the command has ended
+                break
+            count += len(data)
+            self.text += data.decode(errors="replace")
+        return count
+
+    def press(self, key: str) -> None:
+        os.write(self._handle, key.encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._handle)
+
+
+def test_in_a_terminal_it_shows_the_run_stays_quiet_and_ends_with_q(run_dir: Path) -> None:
+    pytest.importorskip("textual", reason="Textual (the extra `observe`) is not installed")
+    terminal = Terminal("top", "--run", str(run_dir), "--interval", "0.1")
+    try:
+        wait_until(lambda: terminal.read(0.5) and "tiny-1" in terminal.text, 60.0)
+        # Ten looks at a run that has ended send nothing.
+        wait_until(lambda: terminal.read(1.0) == 0, 60.0, what="a quiet terminal")
+        terminal.press("r")
+        wait_until(lambda: terminal.read(0.5) and "Version" in terminal.text, 60.0)
+        terminal.press("q")
+        assert terminal.process.wait(30) == 0
+    finally:
+        terminal.close()
