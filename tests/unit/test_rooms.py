@@ -30,6 +30,7 @@ ORDER = [
     "gateway",
     "observe.dash",
     "kubernetes integrations demo",
+    "observe.export",
     "chaos",
     "bench",
     "cli",

@@ -24,7 +24,7 @@ def dash(options: argparse.Namespace) -> int:
     """Serve until a signal arrives."""
     if options.run is not None and options.name is not None:
         raise UsageError("A stack and a run directory are given.", "Give one of them.")
-    access = Access(_read_token(options))
+    access = Access(read_token(options))
     access.check_host(options.host)
     if access.token and not is_loopback(options.host):
         print_progress(f"What the page shows crosses the network of {options.host} in the clear.")
@@ -33,7 +33,7 @@ def dash(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_token(options: argparse.Namespace) -> str:
+def read_token(options: argparse.Namespace) -> str:
     """Return the token, or an empty text. It is no argument: all users can read those."""
     token = os.environ.get(TOKEN, "").strip()
     if TOKEN in os.environ and len(token) < 16:
