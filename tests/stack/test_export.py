@@ -20,7 +20,7 @@ from tests.conftest import Cli
 from tests.light.spec import light
 from tests.observe.prometheus import Prometheus, needs_prometheus, open_prometheus
 from tests.stack.policies import Policy
-from tests.stack.serving import SHORT
+from tests.stack.serving import SHORT, first_tokens
 from tests.stack.stacks import VLLM_ARGS
 from tests.waiting import wait_until, wait_until_async
 
@@ -87,30 +87,33 @@ async def test_prometheus_follows_workers_that_die_hang_and_fall_behind(
     assert done.returncode == 0, done.stderr
     checkpoint = shutil.copytree(policies[1].path, tmp_path / "checkpoint")
     spec = {**light(base_model, "scraped"), "observe": OFTEN}
-    async with rollway.aio.up(spec) as stack, export(directory, "scraped") as printed:
-        async with open_prometheus(directory) as prometheus:
-            await wait_for_targets(prometheus, ALL_UP)
-            assert printed["url"].endswith("/metrics")
-            await stack.refit(1, checkpoint)
-            assert await prometheus.list_firing() == set()
+    async with (
+        rollway.aio.up(spec) as stack,
+        export(directory, "scraped") as printed,
+        open_prometheus(directory) as prometheus,
+    ):
+        await wait_for_targets(prometheus, ALL_UP)
+        assert printed["url"].endswith("/metrics")
+        await stack.refit(1, checkpoint)
+        assert await prometheus.list_firing() == set()
 
-            send_signal("scraped", "tiny-0", signal.SIGSTOP)
-            await wait_for_targets(prometheus, {**ALL_UP, "tiny-0": False})
-            await wait_for_alert(prometheus, "RollwayScrapeLost")
-            send_signal("scraped", "tiny-0", signal.SIGCONT)
-            await wait_for_targets(prometheus, ALL_UP)
-            await wait_for_alert(prometheus, "RollwayScrapeLost", fires=False)
+        send_signal("scraped", "tiny-0", signal.SIGSTOP)
+        await wait_for_targets(prometheus, {**ALL_UP, "tiny-0": False})
+        await wait_for_alert(prometheus, "RollwayScrapeLost")
+        send_signal("scraped", "tiny-0", signal.SIGCONT)
+        await wait_for_targets(prometheus, ALL_UP)
+        await wait_for_alert(prometheus, "RollwayScrapeLost", fires=False)
 
-            # Its version cannot be loaded again, so a worker that restarts stays behind.
-            shutil.rmtree(checkpoint)
-            for count in (1, 2):
-                send_signal("scraped", "tiny-1", signal.SIGKILL)
-                await wait_until_async(lambda count=count: is_back("scraped", "tiny-1", count), 60)
-            await wait_for_targets(prometheus, ALL_UP)
-            await wait_for_alert(prometheus, "RollwayRestartLoop")
-            await wait_for_alert(prometheus, "RollwayVersionSpread")
-            await stack.refit(2, policies[2].path)
-            await wait_for_alert(prometheus, "RollwayVersionSpread", fires=False)
+        # Its version cannot be loaded again, so a worker that restarts stays behind.
+        shutil.rmtree(checkpoint)
+        for count in (1, 2):
+            send_signal("scraped", "tiny-1", signal.SIGKILL)
+            await wait_until_async(lambda count=count: is_back("scraped", "tiny-1", count), 60)
+        await wait_for_targets(prometheus, ALL_UP)
+        await wait_for_alert(prometheus, "RollwayRestartLoop")
+        await wait_for_alert(prometheus, "RollwayVersionSpread")
+        await stack.refit(2, policies[2].path)
+        await wait_for_alert(prometheus, "RollwayVersionSpread", fires=False)
     assert list((directory / "targets").iterdir()) == []  # nobody is there any more
     assert list((directory / "pages").iterdir()) == []
 
@@ -124,21 +127,24 @@ async def test_workers_that_join_and_leave_are_seen_by_the_stacks_address(
     base_model: Path, tmp_path: Path
 ) -> None:
     first = {**light(base_model, "hosts", replicas=1), "observe": "off"}
-    async with rollway.aio.up(first) as stack, export(tmp_path, stack.frontend_url):
-        async with open_prometheus(tmp_path) as prometheus:
+    async with (
+        rollway.aio.up(first) as stack,
+        export(tmp_path, stack.frontend_url),
+        open_prometheus(tmp_path) as prometheus,
+    ):
 
-            async def count_workers() -> int:
-                names = await prometheus.list_up()
-                return sum(names.values()) - 2 if {"frontend", "page"} <= set(names) else 0
+        async def count_workers() -> int:
+            names = await prometheus.list_up()
+            return sum(names.values()) - 2 if {"frontend", "page"} <= set(names) else 0
 
-            async def has_workers(count: int) -> bool:
-                return await count_workers() == count
+        async def has_workers(count: int) -> bool:
+            return await count_workers() == count
 
-            await wait_until_async(lambda: has_workers(1), 60)
-            second = {**light(base_model, "joins", replicas=1), **stack.join_spec}
-            async with rollway.aio.up({**second, "observe": "off"}):
-                await wait_until_async(lambda: has_workers(2), 60)
-            await wait_until_async(lambda: has_workers(1), 60)
+        await wait_until_async(lambda: has_workers(1), 60)
+        second = {**light(base_model, "joins", replicas=1), **stack.join_spec}
+        async with rollway.aio.up({**second, "observe": "off"}):
+            await wait_until_async(lambda: has_workers(2), 60)
+        await wait_until_async(lambda: has_workers(1), 60)
 
 
 async def test_the_exporter_ends_with_its_stack(base_model: Path, tmp_path: Path) -> None:
@@ -158,21 +164,24 @@ async def test_every_expression_of_the_dashboard_has_series(
     spec = {"name": "plotted", "models": [model], "observe": OFTEN}
     expressions = [text.replace("$stack", ".*") for text in list_expressions(make_dashboard())]
     expressions = [text.replace(RATE_SPAN, "1h") for text in expressions]
-    async with rollway.aio.up(spec) as stack, export(tmp_path, "plotted"):
-        async with open_prometheus(tmp_path) as prometheus:
-            await wait_for_targets(prometheus, ALL_UP)
-            await train(stack, policies)
+    async with (
+        rollway.aio.up(spec) as stack,
+        export(tmp_path, "plotted"),
+        open_prometheus(tmp_path) as prometheus,
+    ):
+        await wait_for_targets(prometheus, ALL_UP)
+        await train(stack, policies)
 
-            async def list_empty() -> list[str]:
-                return [text for text in expressions if not await prometheus.query(text)]
+        async def list_empty() -> list[str]:
+            return [text for text in expressions if not await prometheus.query(text)]
 
-            async def has_all() -> bool:
-                return await list_empty() == []
+        async def has_all() -> bool:
+            return await list_empty() == []
 
-            try:
-                await wait_until_async(has_all, 60, every=1.0)
-            except AssertionError:
-                assert await list_empty() == []
+        try:
+            await wait_until_async(has_all, 60, every=1.0)
+        except AssertionError:
+            assert await list_empty() == []
 
 
 async def train(stack: rollway.aio.Stack, policies: list[Policy]) -> None:
@@ -188,7 +197,7 @@ async def train(stack: rollway.aio.Stack, policies: list[Policy]) -> None:
     sampling = asyncio.create_task(
         rollouts.generate_batch([prompt] * 4, rollway.Sampling(max_tokens=800, ignore_eos=True))
     )
-    await asyncio.sleep(0.5)  # rollouts under way, to be cut
+    await first_tokens(stack.frontend_url, await stack.fleet.workers())
     send_signal("plotted", "tiny-0", signal.SIGKILL)
     await sampling
     recorder = stack.run_recorder

@@ -30,10 +30,7 @@ def make_podmonitors(graph: str | None = None) -> list[Object]:
         ),
         _make_monitor(
             f"rollway-workers{suffix}",
-            {
-                **({"matchLabels": {**of_graph}} if of_graph else {}),
-                "matchExpressions": [is_worker],
-            },
+            {"matchLabels": {**of_graph}, "matchExpressions": [is_worker]},
             _scrape("system"),
         ),
     ]
