@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.observe.prometheus import Prometheus, needs_prometheus, open_promethe
 from tests.stack.policies import Policy
 from tests.stack.serving import SHORT, first_tokens
 from tests.stack.stacks import VLLM_ARGS
-from tests.waiting import wait_until, wait_until_async
+from tests.waiting import wait_until_async
 
 pytestmark = needs_prometheus
 
@@ -33,12 +33,14 @@ ALL_UP = {"frontend": True, "tiny-0": True, "tiny-1": True, "page": True}
 
 
 @asynccontextmanager
-async def export(directory: Path, name: str, *arguments: str) -> AsyncIterator[dict[str, Any]]:
-    """Run `rollway observe export prometheus --follow`, and yield what it printed."""
+async def export(
+    directory: Path, name: str, *, is_stopped: bool = True
+) -> AsyncIterator[dict[str, Any]]:
+    """Run `rollway observe export prometheus --follow`, and yield what it printed. At the end stop
+    it, or wait until it ends by itself."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollway.cli", "observe", "export", "prometheus", name,
         "--out", str(directory), "--follow", "--port", "0", "--seconds", "0.5", "--json",
-        *arguments,
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
@@ -46,7 +48,7 @@ async def export(directory: Path, name: str, *arguments: str) -> AsyncIterator[d
     try:
         yield json.loads(line)
     finally:
-        if process.returncode is None:
+        if is_stopped:
             process.terminate()
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
@@ -148,18 +150,19 @@ async def test_workers_that_join_and_leave_are_seen_by_the_stacks_address(
 
 
 async def test_the_exporter_ends_with_its_stack(base_model: Path, tmp_path: Path) -> None:
-    async with rollway.aio.up({**light(base_model, "brief"), "observe": OFTEN}):
-        exporter = export(tmp_path, "brief")
-        await exporter.__aenter__()
-        wait_until((tmp_path / "targets" / "brief.json").exists)
-    wait_until(lambda: not (tmp_path / "targets" / "brief.json").exists())
-    await exporter.__aexit__(None, None, None)
+    path = tmp_path / "targets" / "brief.json"
+    spec = {**light(base_model, "brief"), "observe": OFTEN}
+    async with AsyncExitStack() as exporter, rollway.aio.up(spec):
+        # Entered last, and left after the stack: it has to end by itself.
+        await exporter.enter_async_context(export(tmp_path, "brief", is_stopped=False))
+        assert len(json.loads(path.read_text())) == 3
+    assert not path.exists()
 
 
 async def test_every_expression_of_the_dashboard_has_series(
     base_model: Path, policies: list[Policy], tmp_path: Path
 ) -> None:
-    """Of a stack of vLLM workers that was refitted, asked, killed, and used by a trainer."""
+    """Of a stack of vLLM workers with a trainer, whose frontend died once."""
     model = {"path": str(base_model), "name": "tiny", "replicas": 2, "args": VLLM_ARGS}
     spec = {"name": "plotted", "models": [model], "observe": OFTEN}
     expressions = [text.replace("$stack", ".*") for text in list_expressions(make_dashboard())]
@@ -198,7 +201,7 @@ async def train(stack: rollway.aio.Stack, policies: list[Policy]) -> None:
         rollouts.generate_batch([prompt] * 4, rollway.Sampling(max_tokens=800, ignore_eos=True))
     )
     await first_tokens(stack.frontend_url, await stack.fleet.workers())
-    send_signal("plotted", "tiny-0", signal.SIGKILL)
+    send_signal("plotted", "frontend", signal.SIGKILL)  # its requests are sent again
     await sampling
     recorder = stack.run_recorder
     assert recorder is not None

@@ -30,7 +30,7 @@ ORDER = [
     "gateway",
     "observe.dash",
     "kubernetes integrations demo",
-    "observe.export",
+    "observe.export observe.doctor",
     "chaos",
     "bench",
     "cli",
