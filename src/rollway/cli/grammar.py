@@ -125,6 +125,8 @@ def _add_stack_commands(add: Add) -> None:
     parser = add("doctor", "stack:doctor", "check this machine: versions, ports, memory, GPUs")
     text = "check a stack that runs (NAME, or a frontend's address) with a few short requests"
     parser.add_argument("--stack", nargs="?", const="", metavar="NAME", help=text)
+    text = "with --stack: address of the RL worker listing, if it is elsewhere"
+    parser.add_argument("--rl-url", help=text)
     text = "list where running stacks (or one) listen, and who can reach them"
     parser.add_argument("--ports", nargs="?", const="", metavar="NAME", help=text)
 

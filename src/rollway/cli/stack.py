@@ -308,7 +308,7 @@ def _examine_stack(options: argparse.Namespace) -> int:
     name = options.stack
     if "://" not in name:
         name = launcher.resolve_name(name or None)
-    done = asyncio.run(examine_stack(name))
+    done = asyncio.run(examine_stack(name, options.rl_url))
     result = {
         "stack": done.stack,
         "findings": [finding.as_json() for finding in done.findings],

@@ -1,9 +1,9 @@
 """`rollway doctor --stack`: check a stack that runs, and say how to mend what is wrong.
 
-    attach ──► Subject: workers, labels, state ──┬──► serving.py    what it answers: versions, taints,
-                a few short requests ◄───────────┤                  salts, cache hits, log-probs, proof
-                                                 ├──► network.py    who reaches it: ports, clocks, KV
-                                                 └──► upkeep.py     limits, leftovers, versions, record
+    attach ──► Subject: workers, labels, state ──┬──► serving.py   what it answers: versions,
+                a few short requests ◄───────────┤                 taints, caches, log-probs, proof
+                                                 ├──► network.py   ports, clocks, transfers of KV
+                                                 └──► upkeep.py    limits, leftovers, the record
 
 No check changes a weight, a label or a taint. Requests have one to four tokens, and a salt of their
 own, so that nobody else meets what they leave in the caches. A check looks only at workers that the
@@ -58,9 +58,9 @@ class Examination:
     tokens: int
 
 
-async def examine_stack(target: str) -> Examination:
+async def examine_stack(target: str, rl_url: str | None = None) -> Examination:
     """Run all checks on a stack, given its name or the address of its frontend."""
-    async with Http() as http, rollway.attach(target, watch=False) as stack:
+    async with Http() as http, rollway.attach(target, rl_url=rl_url, watch=False) as stack:
         subject = await Subject.read(stack, http)
         findings = []
         for name, check in CHECKS:

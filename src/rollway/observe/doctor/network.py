@@ -19,7 +19,7 @@ from rollway.observe.doctor.subject import Pool, Subject
 from rollway.orders import DOOR
 from rollway.stack import logs
 from rollway.stack.commands import WILDCARDS
-from rollway.stack.doctor import Finding, Listener, list_listeners
+from rollway.stack.doctor import Finding, Level, Listener, list_listeners
 from rollway.stack.preset import has_rdma
 from rollway.stack.state import ProcessState, is_at
 
@@ -65,8 +65,8 @@ async def check_listeners(subject: Subject) -> AsyncIterator[Finding]:
         if purpose != _ADMIN:
             names = [f"{entry.process} {entry.address}:{entry.port}" for entry in entries]
             # Dynamo opens those of the event plane, whatever it is told.
-            level = "note" if purpose == _EVENTS else "warning"
-            yield Finding("listeners", level, _join(purpose, names), entries[0].advice)  # type: ignore[arg-type]
+            level: Level = "note" if purpose == _EVENTS else "warning"
+            yield Finding("listeners", level, _join(purpose, names), entries[0].advice)
 
 
 def _list_exposed(subject: Subject) -> list[Listener]:
@@ -114,7 +114,7 @@ async def check_clocks(subject: Subject) -> AsyncIterator[Finding]:
         if offset is None or abs(offset) <= CLOCK_SECONDS:
             continue
         wrong = True
-        level = "error" if abs(offset) > WORST_CLOCK_SECONDS else "warning"
+        level: Level = "error" if abs(offset) > WORST_CLOCK_SECONDS else "warning"
         text = f"{host} is {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
         advice = (
             "Run NTP or chrony there. Workers refuse orders that are 120 s old, and records of "

@@ -82,9 +82,7 @@ async def check_pools(subject: Subject) -> AsyncIterator[Finding]:
         missing = [role for role, count in counts.items() if not count]
         text = f"{pool.model}: {counts['prefill']} prefill, {counts['decode']} decode"
         if missing:
-            advice = (
-                f"Requests fail until a {missing[0]} worker serves the version: rollway status."
-            )
+            advice = f"Requests fail until a {missing[0]} worker serves it: rollway status."
             yield Finding("pools", "error", text, advice)
         else:
             yield Finding("pools", "ok", text)
@@ -102,13 +100,13 @@ async def check_taints(subject: Subject) -> AsyncIterator[Finding]:
     for pool in subject.pools:
         if pool.newest is None or not _can_generate(pool):
             continue
-        taint, asked = taint_of(pool.newest), _choose(pool)
+        asked = _choose(pool)
         for worker in asked:
             pinned = {"pin": worker.instance_id, "cache_salt": subject.make_salt(pool)}
-            if await subject.is_answered(pool, required_taint=taint, **pinned):
+            if await subject.is_answered(pool, **pinned):
                 continue
             pool.refusing.add(worker.instance_id)
-            if await subject.is_answered(pool, **pinned):
+            if await subject.is_answered(pool, required_taint=None, **pinned):
                 text = f"{worker} serves {pool.newest}, and the router does not know it"
                 advice = "Refit it to the next version: a refit sets the taint."
             else:
@@ -141,9 +139,7 @@ async def check_refusal(subject: Subject) -> AsyncIterator[Finding]:
         except RequestFailed:
             yield Finding("other versions", "ok", f"{pool.model} refuses them")
             continue
-        advice = (
-            "The router ignores taints: use Dynamo 1.4 or newer, and no proxy that drops nvext."
-        )
+        advice = "The router ignores taints: use the tested Dynamo, and no proxy that drops nvext."
         text = f"worker {answer.worker_id} answers for version {_UNUSED_VERSION}"
         yield Finding("other versions", "error", text, advice)
 
@@ -160,8 +156,8 @@ async def check_events(subject: Subject) -> AsyncIterator[Finding]:
         salt = subject.make_salt(pool)
         places = []
         for worker, prompt in sent:
-            pin = {} if worker is None else {"pin": worker.instance_id}
-            first = await subject.ask(pool, prompt, ONE_TOKEN, cache_salt=salt, **pin)
+            pin = None if worker is None else worker.instance_id
+            first = await subject.ask(pool, prompt, ONE_TOKEN, cache_salt=salt, pin=pin)
             places.append(first.prefill_worker_id or first.worker_id)
         await asyncio.sleep(_EVENT_SECONDS)
         astray, cold = 0, 0
@@ -204,9 +200,9 @@ async def check_salt(subject: Subject) -> AsyncIterator[Finding]:
         if not _can_generate(pool):
             continue
         prompt, salts = subject.make_prompt(pool), [subject.make_salt(pool) for _ in range(2)]
-        pin = {} if pool.is_split else {"pin": _choose(pool)[0].instance_id}
+        pin = None if pool.is_split else _choose(pool)[0].instance_id
         answers = [
-            await subject.ask(pool, prompt, ONE_TOKEN, cache_salt=salt, **pin) for salt in salts
+            await subject.ask(pool, prompt, ONE_TOKEN, cache_salt=salt, pin=pin) for salt in salts
         ]
         if cached := answers[1].cached_tokens:
             text = f"{pool.model}: {cached} tokens were found under another salt"
@@ -265,11 +261,11 @@ async def check_generation_config(subject: Subject) -> AsyncIterator[Finding]:
         if not _can_generate(pool):
             continue
         prompt, sampling = subject.make_prompt(pool), Sampling(max_tokens=4, seed=1)
-        pin = {} if pool.is_split else {"pin": _choose(pool)[0].instance_id}
+        pin = None if pool.is_split else _choose(pool)[0].instance_id
         answers = []
         for omit in ((), _PARAMETERS):
             salt = subject.make_salt(pool)
-            done = await subject.ask(pool, prompt, sampling, omit=omit, cache_salt=salt, **pin)
+            done = await subject.ask(pool, prompt, sampling, omit=omit, cache_salt=salt, pin=pin)
             answers.append(Answer(done.token_ids, done.logprobs or ()))
         if answers[0].agrees(answers[1]):
             yield Finding("generation config", "ok", f"{pool.model}: does not interfere")

@@ -18,6 +18,7 @@ from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.stack.state import StackState
+from rollway.versions import taint_of
 
 REQUEST_SECONDS = 60.0
 _PROMPT_TOKENS = 400
@@ -113,7 +114,10 @@ class Subject:
         omit: Sequence[str] = (),
         **routing: Any,
     ) -> Completion:
-        """Send one request, as rollouts do; `omit` are fields to leave out."""
+        """Send one request, as rollouts do, for the newest version; `omit` are fields to leave
+        out."""
+        if pool.newest is not None:
+            routing = {"required_taint": taint_of(pool.newest), **routing}
         body = completion_request(pool.model, prompt, replace(sampling, ignore_eos=True), **routing)
         body = {name: value for name, value in body.items() if name not in omit}
         assembly = DynamoAssembly(sampling, len(prompt))

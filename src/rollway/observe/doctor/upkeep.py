@@ -14,7 +14,7 @@ from rollway.observe.metrics import parse_labels_key
 from rollway.observe.read import decode
 from rollway.observe.record import Entry
 from rollway.stack import doctor
-from rollway.stack.doctor import Finding
+from rollway.stack.doctor import Finding, Level
 from rollway.stack.state import find_record_dir, home
 
 _PROC = Path("/proc")
@@ -51,7 +51,7 @@ def count_files(pid: int | None) -> tuple[int, int | None]:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = (_PROC / str(pid) / "limits").read_text().splitlines()
         line = next(line for line in lines if line.startswith("Max open files"))
-        return len(os.listdir(_PROC / str(pid) / "fd")), int(line.split()[3])
+        return len(list((_PROC / str(pid) / "fd").iterdir())), int(line.split()[3])
     return 0, None
 
 
@@ -68,7 +68,7 @@ async def check_disk(subject: Subject) -> AsyncIterator[Finding]:
         free = shutil.disk_usage(existing).free
         if free < _LOW_DISK:
             is_well = False
-            level = "error" if free < _NO_DISK else "warning"
+            level: Level = "error" if free < _NO_DISK else "warning"
             text = f"{free / 1e6:,.0f} MB free for the {what} in {path}"
             advice = "Free some, or give another place: ROLLWAY_HOME, `observe.directory`."
             yield Finding("disk", level, text, advice)
