@@ -180,9 +180,12 @@ def test_a_pool_without_workers_is_found(base_model: Path) -> None:
 
 
 @asynccontextmanager
-async def open_proxy(frontend: str, *, drops_taints: bool, clock: float) -> AsyncIterator[str]:
-    """Stand before a frontend as a proxy of another machine: it drops what it does not know of a
-    request, and its clock is off. (No machine of the tests has a clock of its own.)"""
+async def open_proxy(
+    server: str, *, drops_taints: bool = False, clock: float = 0.0, replaces: str = "none"
+) -> AsyncIterator[str]:
+    """Stand before a server as a proxy of another machine: it drops what it does not know of a
+    request, its clock is off, or it names an address that nobody listens on. (No machine of the
+    tests has a clock of its own, or a firewall.)"""
 
     async def forward(request: web.Request) -> web.Response:
         body = await request.read()
@@ -191,13 +194,13 @@ async def open_proxy(frontend: str, *, drops_taints: bool, clock: float) -> Asyn
             fields.get("nvext", {}).pop("routing_constraints", None)
             body = json.dumps(fields).encode()
         headers = {"content-type": "application/json"}
-        url = f"{frontend}{request.path_qs}"
+        url = f"{server}{request.path_qs}"
         async with (
             ClientSession() as session,
             session.request(request.method, url, data=body or None, headers=headers) as answer,
         ):
             date = formatdate(time.time() + clock, usegmt=True)
-            content = await answer.read()
+            content = (await answer.read()).replace(replaces.encode(), b"127.0.0.1:1")
         return web.Response(body=content, status=answer.status, headers={"Date": date})
 
     app = web.Application()
@@ -227,6 +230,19 @@ def test_a_proxy_that_drops_taints_and_a_clock_that_is_off_are_found(
 
     done = asyncio.run(examine_proxied())
     assert list_problems(done) == {problem: level}
+
+
+def test_a_worker_that_only_the_frontend_reaches_is_found(sound: rollway.Stack) -> None:
+    async def examine_proxied() -> Examination:
+        processes = read_state("sound").processes
+        address = next(p.admin_url for p in processes if p.admin_url) or ""
+        async with (
+            open_proxy(sound.frontend_url) as frontend,
+            open_proxy(sound.rl_url, replaces=address.removeprefix("http://")) as listing,
+        ):
+            return await examine_stack(frontend, listing)
+
+    assert list_problems(asyncio.run(examine_proxied())) == {"admin ports": "error"}
 
 
 def test_an_open_admin_port_is_found(base_model: Path) -> None:

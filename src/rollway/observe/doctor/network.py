@@ -6,13 +6,15 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from rollway.errors import RollwayError
+from rollway.errors import RequestFailed, Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.http import ONCE
 from rollway.observe.doctor.subject import Pool, Subject
@@ -28,19 +30,29 @@ CLOCK_SECONDS, WORST_CLOCK_SECONDS = 3.0, 60.0
 _ADMIN = "a worker's admin routes and metrics"
 _EVENTS = "the event plane: what workers have cached, and their load"
 _LOG_LINES = 20_000
-_CHOICE = re.compile(r"UCX\s+INFO.*?(intra|inter)-node cfg#\d+.*?\brma(?:_bw)?\(([^)]*)\)")
-"""What UCX logs about an endpoint to another process: `… inter-node cfg#2 … rma(tcp/eth0)`."""
+_CHOICE = re.compile(r"UCX\s+INFO\s+\S+\s+(intra|inter)-node cfg#\d+\s+(.*)")
+"""What UCX logs about an endpoint: `… intra-node cfg#1 am(tcp/lo cma/memory)  ka(tcp/lo)`."""
+_LANE = re.compile(r"(\w+)\(([^)]*)\)")
+_KEEP_ALIVE = "ka"
 
 
 # --- ports ---------------------------------------------------------------------------------------
 
 
 async def check_admin_ports(subject: Subject) -> AsyncIterator[Finding]:
-    """Workers take signed orders only, and not everybody reaches them."""
+    """Who refits reaches every worker; workers take signed orders only, and not everybody reaches
+    them."""
     workers = [w for pool in subject.pools for w in pool.workers if w.error is None]
-    guarded = await asyncio.gather(*(_is_guarded(subject, worker) for worker in workers))
-    open_to_all = [str(w) for w, is_guarded in zip(workers, guarded, strict=True) if not is_guarded]
-    if open_to_all:
+    doors = await asyncio.gather(*(_ask_door(subject, worker) for worker in workers))
+    by_door = {door: [str(w) for w, d in zip(workers, doors, strict=True) if d == door]
+               for door in ("open", "silent")}  # fmt: skip
+    if unreached := by_door["silent"]:
+        advice = (
+            "Refits, and answers of other processes' refits, need them: open the ports between "
+            "the machines, or set `admin_host` to an address that others reach."
+        )
+        yield Finding("admin ports", "error", _join("not reached from here", unreached), advice)
+    if open_to_all := by_door["open"]:
         advice = (
             "Whoever reaches these ports can change weights. Start workers by Rollway, or close "
             "the ports with a firewall."
@@ -55,7 +67,7 @@ async def check_admin_ports(subject: Subject) -> AsyncIterator[Finding]:
         names = [f"{entry.process} {entry.address}:{entry.port}" for entry in exposed]
         advice = "Needed by drivers and supervisors of other machines; orders are signed."
         yield Finding("admin ports", "note", _join("the network", names), advice)
-    if workers and not (open_to_all or exposed):
+    if workers and not (unreached or open_to_all or exposed):
         yield Finding("admin ports", "ok", "signed orders only")
 
 
@@ -87,14 +99,17 @@ def _join(what: str, names: list[str]) -> str:
     return f"{what}: {shown}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-async def _is_guarded(subject: Subject, worker: Worker) -> bool:
+async def _ask_door(subject: Subject, worker: Worker) -> Literal["guarded", "open", "silent"]:
     """Return whether a worker has Rollway's door, behind which every order must be signed."""
     url = f"{worker.admin_url}/engine/{DOOR}"
     try:
         reply = await subject.http.post(url, {}, timeout=5.0, retry=ONCE)
-    except RollwayError:
-        return False
-    return isinstance(reply, dict) and isinstance(reply.get("process"), str)
+    except Unreachable:
+        return "silent"
+    except RequestFailed:
+        return "open"
+    has_door = isinstance(reply, dict) and isinstance(reply.get("process"), str)
+    return "guarded" if has_door else "open"
 
 
 # --- clocks --------------------------------------------------------------------------------------
@@ -150,32 +165,48 @@ async def check_transfer(subject: Subject) -> AsyncIterator[Finding]:
         decoders = [worker for worker in pool.serving if worker.role == "decode"]
         if not decoders:
             continue
-        ways: dict[tuple[str, str], None] = {}
-        for worker in decoders:
-            ways |= dict.fromkeys(find_ways(_read_log(subject, worker)))
+        ways = [way for w in decoders for way in find_ways(_read_log(subject, w))[-1:]]
         speed = await _measure_speed(subject, pool, decoders)
         if not ways:
             text = f"{pool.model}: the logs do not say what UCX chose{speed}"
             advice = "Set `UCX_LOG_LEVEL: info` in the workers' env, and restart them."
             yield Finding("KV transfer", "note", text, advice)
             continue
-        (place, way) = next(reversed(ways))
-        text = f"{pool.model}: {way} ({place}-node){speed}"
-        if way.startswith("tcp") and (place == "intra" or has_rdma()):
-            better = "shared memory" if place == "intra" else "RDMA"
+        slow = [way for way in ways if way.is_slow]
+        way = (slow or ways)[-1]
+        text = f"{pool.model}: {' '.join(way.transports)} ({way.place}-node){speed}"
+        if slow:
+            better = "Shared memory" if way.place == "intra" else "RDMA"
             advice = f"{better} is faster: check UCX_TLS and UCX_NET_DEVICES of the workers."
             yield Finding("KV transfer", "warning", text, advice)
         else:
             yield Finding("KV transfer", "ok", text)
 
 
-def find_ways(lines: Iterable[str]) -> list[tuple[str, str]]:
-    """Return what UCX says it uses to read memory of other processes: where they are, and how."""
-    found = []
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What UCX chose for one peer."""
+
+    place: str
+    """`intra` for a process of the same machine, else `inter`."""
+    transports: tuple[str, ...]
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is TCP alone, where there is something faster."""
+        is_tcp = all(name.startswith("tcp") for name in self.transports)
+        return is_tcp and (self.place == "intra" or has_rdma())
+
+
+def find_ways(lines: Iterable[str]) -> list[Way]:
+    """Return what UCX says in a log that it uses to reach other processes."""
+    ways = []
     for line in lines:
         if match := _CHOICE.search(line):
-            found.append((match[1], match[2]))
-    return found
+            lanes = [names for use, names in _LANE.findall(match[2]) if use != _KEEP_ALIVE]
+            names = dict.fromkeys(name for lane in lanes for name in lane.split())
+            ways.append(Way(match[1], tuple(names)))
+    return ways
 
 
 def _read_log(subject: Subject, worker: Worker) -> list[str]:

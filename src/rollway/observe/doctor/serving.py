@@ -100,6 +100,15 @@ async def check_taints(subject: Subject) -> AsyncIterator[Finding]:
     for pool in subject.pools:
         if pool.newest is None or not _can_generate(pool):
             continue
+        if pool.is_split:  # requests cannot be pinned to a worker of one role
+            if await subject.is_answered(pool, cache_salt=subject.make_salt(pool)):
+                yield Finding("taints", "ok", f"both pools of {pool.model} are routed")
+            else:
+                pool.refusing.update(worker.instance_id for worker in pool.serving)
+                text = f"{pool.model} serves {pool.newest}, and answers no request for it"
+                advice = "Refit to the next version, which sets the taints of both pools."
+                yield Finding("taints", "error", text, advice)
+            continue
         asked = _choose(pool)
         for worker in asked:
             pinned = {"pin": worker.instance_id, "cache_salt": subject.make_salt(pool)}
