@@ -81,7 +81,7 @@ def test_a_healthy_stack_has_nothing_and_is_asked_little(sound: rollway.Stack, c
         "pools",
         "KV transfer",
     }
-    assert done.requests <= 20 and done.tokens <= 40
+    assert done.requests <= 24 and done.tokens <= 40
     assert list(sound.fleet.read_versions().values()) == [0, 0]
     printed = cli("doctor", "--stack", "--json")
     assert printed.returncode == 0, printed.stderr
@@ -127,9 +127,9 @@ def test_a_worker_that_hangs_is_found(sound: rollway.Stack) -> None:
     pid = find_pid("sound", "tiny-0")
     os.kill(pid, signal.SIGSTOP)
     try:
-        # The sampler cannot read its page either, which is true.
-        assert set(find_problems("sound")) <= {"workers", "record"}
-        assert "workers" in find_problems("sound")
+        problems = find_problems("sound")
+        assert problems.pop("workers", None) == "error"
+        assert set(problems) <= {"record"}  # the sampler cannot read its page either
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -146,7 +146,8 @@ def test_a_worker_that_hangs_is_found(sound: rollway.Stack) -> None:
 def test_a_fault_of_the_workers_is_found(
     base_model: Path, fault: str, problem: str, level: str
 ) -> None:
-    spec = {**light(base_model, "faulty", LIGHT_FAULT=fault), "observe": OFTEN}
+    # A router that knows nothing may find two workers' prompts by chance, three workers' hardly.
+    spec = {**light(base_model, "faulty", replicas=3, LIGHT_FAULT=fault), "observe": OFTEN}
     with rollway.up(spec):
         wait_for_samples("faulty")
         assert find_problems("faulty") == {problem: level}
@@ -242,7 +243,7 @@ def test_a_worker_that_only_the_frontend_reaches_is_found(sound: rollway.Stack) 
         ):
             return await examine_stack(frontend, listing)
 
-    assert list_problems(asyncio.run(examine_proxied())) == {"admin ports": "error"}
+    assert list_problems(asyncio.run(examine_proxied())) == {"workers": "error"}
 
 
 def test_an_open_admin_port_is_found(base_model: Path) -> None:
@@ -259,7 +260,7 @@ def test_a_worker_without_a_guard_is_found(
     sound: rollway.Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for the worker of another's stack: its admin port has no door."""
-    monkeypatch.setattr("rollway.observe.doctor.network.DOOR", "liveness_probe")
+    monkeypatch.setattr("rollway.observe.doctor.subject.DOOR", "liveness_probe")
     assert find_problems("sound") == {"admin ports": "error"}
 
 
@@ -269,7 +270,8 @@ def test_a_worker_without_a_guard_is_found(
 def test_a_process_near_its_file_limit_is_found(sound: rollway.Stack) -> None:
     pid = find_pid("sound", "tiny-1")
     used = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 5, 10**5))
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 5, before[1]))
     try:
         assert find_problems("sound") == {"file limits": "error"}
     finally:

@@ -9,16 +9,12 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from rollway.errors import RequestFailed, Unreachable
 from rollway.fleet.discovery import Worker
-from rollway.http import ONCE
 from rollway.observe.doctor.subject import Pool, Subject
-from rollway.orders import DOOR
 from rollway.stack import logs
 from rollway.stack.commands import WILDCARDS
 from rollway.stack.doctor import Finding, Level, Listener, list_listeners
@@ -40,19 +36,10 @@ _KEEP_ALIVE = "ka"
 
 
 async def check_admin_ports(subject: Subject) -> AsyncIterator[Finding]:
-    """Who refits reaches every worker; workers take signed orders only, and not everybody reaches
-    them."""
+    """Workers take signed orders only, and not everybody reaches them."""
     workers = [w for pool in subject.pools for w in pool.workers if w.error is None]
-    doors = await asyncio.gather(*(_ask_door(subject, worker) for worker in workers))
-    by_door = {door: [str(w) for w, d in zip(workers, doors, strict=True) if d == door]
-               for door in ("open", "silent")}  # fmt: skip
-    if unreached := by_door["silent"]:
-        advice = (
-            "Refits, and answers of other processes' refits, need them: open the ports between "
-            "the machines, or set `admin_host` to an address that others reach."
-        )
-        yield Finding("admin ports", "error", _join("not reached from here", unreached), advice)
-    if open_to_all := by_door["open"]:
+    open_to_all = [str(w) for w in workers if subject.doors.get(w.instance_id) == "open"]
+    if open_to_all:
         advice = (
             "Whoever reaches these ports can change weights. Start workers by Rollway, or close "
             "the ports with a firewall."
@@ -67,7 +54,7 @@ async def check_admin_ports(subject: Subject) -> AsyncIterator[Finding]:
         names = [f"{entry.process} {entry.address}:{entry.port}" for entry in exposed]
         advice = "Needed by drivers and supervisors of other machines; orders are signed."
         yield Finding("admin ports", "note", _join("the network", names), advice)
-    if workers and not (unreached or open_to_all or exposed):
+    if workers and not (open_to_all or exposed):
         yield Finding("admin ports", "ok", "signed orders only")
 
 
@@ -97,19 +84,6 @@ def _group(entries: Iterable[Listener]) -> dict[str, list[Listener]]:
 def _join(what: str, names: list[str]) -> str:
     shown = ", ".join(names[:4])
     return f"{what}: {shown}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-async def _ask_door(subject: Subject, worker: Worker) -> Literal["guarded", "open", "silent"]:
-    """Return whether a worker has Rollway's door, behind which every order must be signed."""
-    url = f"{worker.admin_url}/engine/{DOOR}"
-    try:
-        reply = await subject.http.post(url, {}, timeout=5.0, retry=ONCE)
-    except Unreachable:
-        return "silent"
-    except RequestFailed:
-        return "open"
-    has_door = isinstance(reply, dict) and isinstance(reply.get("process"), str)
-    return "guarded" if has_door else "open"
 
 
 # --- clocks --------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from rollway.versions import taint_of
 
 MOST_WORKERS = 8
 """How many workers of a model are asked something each."""
-_FOLLOWED = 3
-"""How many of their prompts are sent a second time."""
+_FOLLOWED = 6
+"""How many prompts are sent twice. A router that knows nothing hits all of two workers' by chance
+once in 64 times, of three workers' once in 729."""
 _EVENT_SECONDS = 1.5
 """Events take milliseconds; a busy machine may need more."""
 _UNUSED_VERSION = 10**9
@@ -44,6 +45,13 @@ async def check_workers(subject: Subject) -> AsyncIterator[Finding]:
             if worker.error is not None:
                 advice = "It is dead, hung or unreachable: rollway status, then its log."
                 yield Finding("workers", "error", f"{worker}: {worker.error}", advice)
+            elif subject.doors.get(worker.instance_id) == "silent":
+                text = f"{worker} is listed, and does not answer here"
+                advice = (
+                    "It hangs, or its port is closed between the machines: `admin_host` must be "
+                    "an address that whoever refits can reach."
+                )
+                yield Finding("workers", "error", text, advice)
             elif label is not None and label < 0:
                 advice = "A refit has not put it back: refit again, or restart it."
                 yield Finding("workers", "error", f"{worker} serves no version", advice)
@@ -158,9 +166,11 @@ async def check_events(subject: Subject) -> AsyncIterator[Finding]:
     for pool in subject.pools:
         if not _can_generate(pool):
             continue
+        workers = _choose(pool)
+        count = _FOLLOWED if len(workers) > 1 or pool.is_split else 1
         sent = [
-            (None if pool.is_split else worker, subject.make_prompt(pool))
-            for worker in _choose(pool)[:_FOLLOWED]
+            (None if pool.is_split else workers[number % len(workers)], subject.make_prompt(pool))
+            for number in range(count)
         ]
         salt = subject.make_salt(pool)
         places = []

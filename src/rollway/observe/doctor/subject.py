@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollway.async_stack import Stack
-from rollway.errors import RequestFailed, RollwayError
+from rollway.errors import RequestFailed, RollwayError, Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import ONCE, Http
 from rollway.observe.sample import LARGEST_PAGE
+from rollway.orders import DOOR
 from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
@@ -21,10 +23,15 @@ from rollway.stack.state import StackState
 from rollway.versions import taint_of
 
 REQUEST_SECONDS = 60.0
+_DOOR_SECONDS = 5.0
 _PROMPT_TOKENS = 400
 """A few blocks of KV, of any size that engines use."""
 _LOWEST, _HIGHEST = 5, 60
 """Token ids of prompts: every vocabulary has these."""
+
+
+Door = Literal["guarded", "open", "silent"]
+"""With Rollway's door, behind which every order must be signed; without it; or no answer at all."""
 
 
 @dataclass(slots=True)
@@ -73,6 +80,8 @@ class Subject:
     http: Http
     state: StackState | None
     pools: list[Pool]
+    doors: dict[int, Door] = field(default_factory=dict)
+    """How the admin port of each worker answers."""
     requests: int = 0
     tokens: int = 0
     _random: random.Random = field(default_factory=random.Random)
@@ -88,7 +97,24 @@ class Subject:
                 pool.labels = await pool.fleet.read_versions()
             pool.context = await _read_context(stack, model)
             pools.append(pool)
-        return cls(stack, http, stack.read_state(), pools)
+        subject = cls(stack, http, stack.read_state(), pools)
+        workers = [w for pool in pools for w in pool.workers if w.error is None]
+        doors = await asyncio.gather(*map(subject._ask_door, workers))
+        subject.doors = {w.instance_id: d for w, d in zip(workers, doors, strict=True)}
+        for pool in pools:
+            pool.refusing |= {i for i, door in subject.doors.items() if door == "silent"}
+        return subject
+
+    async def _ask_door(self, worker: Worker) -> Door:
+        try:
+            url = f"{worker.admin_url}/engine/{DOOR}"
+            reply = await self.http.post(url, {}, timeout=_DOOR_SECONDS, retry=ONCE)
+        except Unreachable:
+            return "silent"
+        except RequestFailed:
+            return "open"
+        has_door = isinstance(reply, dict) and isinstance(reply.get("process"), str)
+        return "guarded" if has_door else "open"
 
     @property
     def is_here(self) -> bool:
