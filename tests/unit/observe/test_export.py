@@ -9,17 +9,60 @@ from typing import Any
 import pytest
 import yaml
 
-from rollway.errors import UsageError
+from rollway.errors import RequestFailed, UsageError
+from rollway.http import Http
+from rollway.observe.dash.access import Access
+from rollway.observe.dash.source import Source
 from rollway.observe.export.expressions import list_families, list_unknown_names
-from rollway.observe.export.following import keep_newest_versions
+from rollway.observe.export.following import Follower, keep_newest_versions, serve
 from rollway.observe.export.grafana import list_expressions, make_dashboard
 from rollway.observe.export.podmonitors import make_podmonitors, make_rule_object
-from rollway.observe.export.prometheus import list_groups, make_config, write_groups
+from rollway.observe.export.prometheus import (
+    Group,
+    list_groups,
+    make_config,
+    write_groups,
+    write_token,
+)
 from rollway.observe.export.rules import make_rules, parse_bounds
 from rollway.stack.state import ProcessState, StackState
 from tests.conftest import Cli
 
 ROOT = Path(__file__).parents[3]
+
+
+async def list_nothing() -> list[Group]:
+    return []
+
+
+def make_follower(directory: Path) -> Follower:
+    """Return a follower of a run of one entry."""
+    entries = [[{"kind": "trainer", "t": 1.0, "step": 7, "seconds": 2.0, "parts": {}}]]
+    source = Source("s", poll=lambda: entries.pop() if entries else [], read=lambda: [])
+    return Follower("s", source, list_nothing, directory)
+
+
+async def test_the_page_is_announced_while_it_is_served(tmp_path: Path) -> None:
+    async with serve(make_follower(tmp_path), Access(), "127.0.0.1", 0) as url, Http() as http:
+        assert "rollway_step 7" in await http.get_text(url, timeout=5)
+        (group,) = json.loads((tmp_path / "pages" / "s.json").read_text())
+        assert f"http://{group['targets'][0]}/metrics" == url
+        assert group["labels"] == {"stack": "s"}
+        assert json.loads((tmp_path / "targets" / "s.json").read_text()) == []
+        with pytest.raises(RequestFailed, match="loopback names only"):
+            await http.get_text(url, timeout=5, headers={"Host": "evil.example"})
+    assert not list(tmp_path.rglob("*.json"))
+
+
+async def test_a_page_with_a_token_asks_for_it(tmp_path: Path) -> None:
+    access = Access("x" * 20)
+    async with serve(make_follower(tmp_path), access, "127.0.0.1", 0) as url, Http() as http:
+        with pytest.raises(RequestFailed, match="401"):
+            await http.get_text(url, timeout=5)
+        headers = {"Authorization": f"Bearer {access.token}"}
+        assert "rollway_step 7" in await http.get_text(url, timeout=5, headers=headers)
+    path = write_token(tmp_path, access.token)
+    assert path.read_text() == access.token and not path.stat().st_mode & 0o007
 
 
 def test_every_figure_of_the_dashboard_is_a_metric_of_the_table() -> None:

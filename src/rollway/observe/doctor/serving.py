@@ -106,6 +106,9 @@ def _can_generate(pool: Pool) -> bool:
 async def check_taints(subject: Subject) -> AsyncIterator[Finding]:
     """The router sends a request for a version to every worker that serves it."""
     for pool in subject.pools:
+        if pool.workers and all(worker.instance_id < 0 for worker in pool.workers):
+            text = f"{pool.model} has no router: what it answers is not checked"
+            yield Finding("taints", "note", text)
         if pool.newest is None or not _can_generate(pool):
             continue
         if pool.is_split:  # requests cannot be pinned to a worker of one role
