@@ -22,6 +22,7 @@ _FEWEST_FILES, _MOST_USED = 1024, 0.8
 _LOW_DISK, _NO_DISK = 2**30, 100 * 2**20
 _STALE_SAMPLES = 5
 """A record is alive if its last sample is at most this many intervals old."""
+_UNKNOWN_INTERVAL = 60.0
 _TAIL = 4 << 20
 
 
@@ -118,7 +119,9 @@ async def check_record(subject: Subject) -> AsyncIterator[Finding]:
         yield Finding("record", "error", f"{directory} has no samples", advice)
         return
     last, values = samples[-1]["t"], samples[-1]["values"]
-    age, interval = time.time() - last, max(last - samples[0]["t"], 1.0)
+    # The interval is the spec's, which is not on record.
+    interval = max(last - samples[0]["t"], 1.0) if len(samples) > 1 else _UNKNOWN_INTERVAL
+    age = time.time() - last
     dropped = sum(values.get("rollway_record_dropped_total", {}).values())
     failed = [parse_labels_key(key).get("worker", key)
               for key in values.get("rollway_scrape_failed", {})]  # fmt: skip
