@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from rollway.fleet.discovery import Worker
-from rollway.observe.doctor.subject import Pool, Subject
+from rollway.observe.doctor.subject import Subject, sum_values
 from rollway.stack import logs
 from rollway.stack.commands import WILDCARDS
 from rollway.stack.doctor import Finding, Level, Listener, list_listeners
@@ -140,7 +140,7 @@ async def check_transfer(subject: Subject) -> AsyncIterator[Finding]:
         if not decoders:
             continue
         ways = [way for w in decoders for way in find_ways(_read_log(subject, w))[-1:]]
-        speed = await _measure_speed(subject, pool, decoders)
+        speed = await _measure_speed(subject, decoders)
         if not ways:
             text = f"{pool.model}: the logs do not say what UCX chose{speed}"
             advice = "Set `UCX_LOG_LEVEL: info` in the workers' env, and restart them."
@@ -197,19 +197,11 @@ def _find_process(subject: Subject, worker: Worker) -> ProcessState | None:
     return next((p for p in subject.state.processes if is_at(worker.admin_url, p)), None)
 
 
-async def _measure_speed(subject: Subject, pool: Pool, workers: list[Worker]) -> str:
+async def _measure_speed(subject: Subject, workers: list[Worker]) -> str:
     """Return the bandwidth of the transfers so far, as vLLM counts them."""
     seconds = size = 0.0
     for worker in workers:
-        page = await subject.read_page(worker)
-        seconds += _sum_values(page, "vllm:nixl_xfer_time_seconds_sum")
-        size += _sum_values(page, "vllm:nixl_bytes_transferred_sum")
+        page = await subject.read_page(worker.admin_url)
+        seconds += sum_values(page, "vllm:nixl_xfer_time_seconds_sum")
+        size += sum_values(page, "vllm:nixl_bytes_transferred_sum")
     return f", {size / seconds / 1e6:,.0f} MB/s of {size / 1e6:,.1f} MB" if seconds else ""
-
-
-def _sum_values(page: str, name: str) -> float:
-    total = 0.0
-    for line in page.splitlines():
-        if line.startswith((f"{name} ", f"{name}{{")):
-            total += float(line.rpartition(" ")[2])
-    return total

@@ -194,6 +194,11 @@ async def check_events(subject: Subject) -> AsyncIterator[Finding]:
             yield Finding("KV events", "error", text, advice)
         elif astray and _is_routed_by_cache(subject):
             text = f"{pool.model}: {astray} of {len(sent)} cached prompts went to another worker"
+            if busy := await subject.count_requests():
+                advice = "A router also avoids busy workers: check again when the stack is idle."
+                text = f"{text}, beside {busy:.0f} other requests"
+                yield Finding("KV events", "note", text, advice)
+                continue
             advice = (
                 "Events do not reach the router: check `kv-events-config` of the workers, and the "
                 "event plane between their machines."
@@ -210,10 +215,8 @@ async def check_events(subject: Subject) -> AsyncIterator[Finding]:
 
 def _is_routed_by_cache(subject: Subject) -> bool:
     """Return whether the frontend is to route by cache; a stack of another's may be."""
-    if subject.state is None:
-        return True
     command = " ".join(subject.read_frontend_command())
-    return "--router-mode" not in command or "--router-mode kv" in command
+    return not command or "--router-mode kv" in command
 
 
 async def check_salt(subject: Subject) -> AsyncIterator[Finding]:

@@ -164,9 +164,14 @@ class Subject:
             return []
         return content.split("\0")
 
-    async def read_page(self, worker: Worker) -> str:
-        """Return a worker's page of metrics; empty if it has none."""
-        url = f"{worker.admin_url}/metrics"
+    async def count_requests(self) -> float:
+        """Return how many requests of others are under way at the frontend."""
+        page = await self.read_page(self.stack.frontend_url)
+        return sum_values(page, "dynamo_frontend_inflight_requests")
+
+    async def read_page(self, url: str) -> str:
+        """Return the page of metrics of a worker or of the frontend; empty if it has none."""
+        url = f"{url}/metrics"
         try:
             page = await self.http.get_bounded(url, timeout=5.0, limit=LARGEST_PAGE)
         except RollwayError:
@@ -183,6 +188,15 @@ class Subject:
 
 
 ONE_TOKEN = Sampling(max_tokens=1, temperature=0.0)
+
+
+def sum_values(page: str, name: str) -> float:
+    """Return the sum of all series of a name."""
+    total = 0.0
+    for line in page.splitlines():
+        if line.startswith((f"{name} ", f"{name}{{")):
+            total += float(line.rpartition(" ")[2])
+    return total
 
 
 async def _read_context(stack: Stack, model: str) -> int:
