@@ -246,6 +246,14 @@ def test_a_worker_that_only_the_frontend_reaches_is_found(sound: rollway.Stack) 
     assert list_problems(asyncio.run(examine_proxied())) == {"workers": "error"}
 
 
+def test_a_frontend_without_a_listing_of_workers_is_found(sound: rollway.Stack) -> None:
+    async def examine_proxied() -> Examination:
+        async with open_proxy(sound.frontend_url) as frontend:
+            return await examine_stack(frontend, "http://127.0.0.1:1")
+
+    assert list_problems(asyncio.run(examine_proxied())) == {"workers": "error"}
+
+
 def test_an_open_admin_port_is_found(base_model: Path) -> None:
     spec = {**light(base_model, "exposed"), "observe": "off", "admin_host": "0.0.0.0"}
     with rollway.up(spec):

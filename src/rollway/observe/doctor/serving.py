@@ -36,7 +36,10 @@ CHECK_METHOD = "rollway_check"
 async def check_workers(subject: Subject) -> AsyncIterator[Finding]:
     """Every worker answers and serves a version."""
     for pool in subject.pools:
-        if not pool.workers:
+        if pool.trouble is not None:
+            text = f"{pool.model}: {pool.trouble.message}"
+            yield Finding("workers", "error", text, pool.trouble.hint)
+        elif not pool.workers:
             advice = "Its workers have died or are still starting: rollway status."
             yield Finding("workers", "error", f"{pool.model} has none", advice)
         sound = 0

@@ -43,6 +43,8 @@ class Pool:
     workers: list[Worker] = field(default_factory=list)
     labels: dict[int, int | None] = field(default_factory=dict)
     context: int = _PROMPT_TOKENS
+    trouble: RollwayError | None = None
+    """Why the workers could not be listed."""
     refusing: set[int] = field(default_factory=set)
     """Workers that answered no request; later checks leave them out."""
 
@@ -92,9 +94,12 @@ class Subject:
         pools = []
         for model in stack.models:
             pool = Pool(model, stack.fleet_of(model))
-            pool.workers = await pool.fleet.workers()
-            if pool.workers:
-                pool.labels = await pool.fleet.read_versions()
+            try:
+                pool.workers = await pool.fleet.workers()
+                if pool.workers:
+                    pool.labels = await pool.fleet.read_versions()
+            except RollwayError as error:
+                pool.trouble = error
             pool.context = await _read_context(stack, model)
             pools.append(pool)
         subject = cls(stack, http, stack.read_state(), pools)

@@ -21,6 +21,7 @@ from aiohttp import web
 
 import rollway
 from rollway.errors import RollwayError, StackNotRunning, UsageError
+from rollway.fleet.discovery import Worker
 from rollway.model_spec import slug
 from rollway.observe.dash.access import Access, add_headers, make_guard
 from rollway.observe.dash.open_run import find_state
@@ -161,8 +162,11 @@ async def open_listing(name: str) -> AsyncIterator[ListGroups]:
         async with rollway.attach(name, watch=False) as stack:
 
             async def list_attached() -> list[Group]:
-                lists = [await stack.fleet_of(model).workers() for model in stack.models]
-                workers = [worker for workers in lists for worker in workers]
+                workers: list[Worker] = []
+                # A frontend without RL routes has no such list; its own page is still there.
+                with contextlib.suppress(RollwayError):
+                    for model in stack.models:
+                        workers += await stack.fleet_of(model).workers()
                 return prometheus.list_attached_groups(name, stack.frontend_url, workers)
 
             yield _ask_seldom(list_attached)
