@@ -7,6 +7,7 @@ and used, under new ones, until somebody clears the cache or changes the salt.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,6 +15,8 @@ import numpy as np
 
 BLOCK = 16
 CAPACITY = 1024
+FAULT = os.environ.get("LIGHT_FAULT", "")
+"""What is wrong with this worker; see tests/light/worker.py."""
 
 Stored = Callable[[list[int], list[int], int | None, str], None]
 """Called with the tokens of new blocks, their hashes, the hash before them, and the salt."""
@@ -22,6 +25,8 @@ Removed = Callable[[list[int]], None]
 
 def block_hash(parent: int | None, tokens: Sequence[int], salt: str) -> int:
     """A signed 64-bit number, as Dynamo's KV events want it."""
+    if FAULT == "salt":
+        salt = ""
     digest = hashlib.blake2b(digest_size=8)
     digest.update(salt.encode() if parent is None else parent.to_bytes(8, "little", signed=True))
     digest.update(np.asarray(tokens, "<u4").tobytes())

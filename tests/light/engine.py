@@ -17,7 +17,7 @@ import numpy as np
 from dynamo.llm.exceptions import EngineShutdown
 
 from rollway.engine.core import read_version
-from tests.light.cache import PrefixCache
+from tests.light.cache import FAULT, PrefixCache
 from tests.light.checkpoint import Array
 from tests.light.model import Decoding, log_softmax
 from tests.light.request import Params
@@ -57,17 +57,19 @@ class Request:
         if self.count < params.min_tokens and params.stops:
             logits = logits.copy()
             logits[list(params.stops)] = -np.inf
+        raw = logits
         if params.temperature > 0:
             logits = logits / np.float32(params.temperature)
         # RL workers report the log-probs of the distribution that was sampled from.
         row = log_softmax(logits)
+        reported = log_softmax(raw) if FAULT == "log-probs" else row
         if params.temperature > 0:
             # The Gumbel trick needs no normalised float64 probabilities.
             token = int((row + self.rng.gumbel(size=row.shape)).argmax())
         else:
             token = int(row.argmax())
         self._ids.append(token)
-        self._rows.append(row)
+        self._rows.append(reported)
         self.decoding.tokens.append(token)
         self.count += 1
         if token in params.stops and self.count >= params.min_tokens:

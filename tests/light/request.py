@@ -7,6 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.light.cache import FAULT
+
+_DEFAULT_TEMPERATURE = 0.2 if FAULT == "generation config" else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Params:
@@ -46,7 +50,7 @@ class Params:
             min_tokens=stop.get("min_tokens") or 0,
             stops=named | frozenset(ends),
             named_stops=named,
-            temperature=1.0 if temperature is None else float(temperature),
+            temperature=_DEFAULT_TEMPERATURE if temperature is None else float(temperature),
             seed=None if seed is None else seed % 2**64,  # numpy takes no negative ones
             logprobs=(request.get("output_options") or {}).get("logprobs"),
             salt=_cache_salt(request),

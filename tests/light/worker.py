@@ -16,7 +16,9 @@ after the other; 0), LIGHT_LOAD_SECONDS (an update takes this much longer; 0), L
 0), LIGHT_BUSY_SECONDS (each turn of the event loop takes this much longer, as with hundreds
 of streams; 0), LIGHT_ORDERS=1 (one order stages weights and one refits, as in real workers),
 LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), LIGHT_NO_SLEEP_MODE=1 (the
-engine may not sleep), and
+engine may not sleep), LIGHT_FAULT (`events`: none are published; `salt`: blocks are found under
+any; `log-probs`: without the temperature; `generation config`: a request without a temperature gets
+another than 1), and
 LIGHT_LOSE_REGISTRATION=FILE (the worker that can create FILE serves its system port only, like
 one whose registration got lost).
 """
@@ -49,7 +51,7 @@ from dynamo.llm import (
 from dynamo.runtime import DistributedRuntime, Endpoint
 from dynamo.runtime.logging import configure_dynamo_logging
 
-from tests.light.cache import BLOCK, CAPACITY
+from tests.light.cache import BLOCK, CAPACITY, FAULT
 from tests.light.engine import Engine
 from tests.light.routes import AdminRoutes
 from tests.light.weights import LightWorker
@@ -129,6 +131,8 @@ class Worker:
         return [asyncio.ensure_future(future) for future in served]
 
     def _publish_kv_events(self, endpoint: Endpoint) -> None:
+        if FAULT == "events":
+            return
         publisher = KvEventPublisher(
             endpoint=endpoint, kv_block_size=BLOCK, enable_local_indexer=True
         )

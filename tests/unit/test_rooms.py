@@ -31,6 +31,7 @@ ORDER = [
     "observe.dash",
     "observe.report",
     "kubernetes integrations demo",
+    "observe.export observe.doctor",
     "chaos",
     "bench",
     "cli",

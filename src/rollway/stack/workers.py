@@ -216,6 +216,9 @@ def make_role_env(host: str, port: int, machine: preset.Machine) -> dict[str, st
         # vLLM sets this itself (a leak in UCX), but not if NIXL was imported before, as Rollway's
         # extension does.
         "UCX_RCACHE_MAX_UNRELEASED": "1024",
+        # A line for each peer, with the transports that UCX chose: `rollway doctor --stack` reads
+        # it, and nothing else tells.
+        "UCX_LOG_LEVEL": "info",
     }
     if not machine.has_rdma:
         # UCX otherwise tries transports that are not there, and its peers disagree.

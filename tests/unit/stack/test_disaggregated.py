@@ -190,7 +190,7 @@ def test_the_doctor_says_whether_nixl_is_there(
 ) -> None:
     monkeypatch.setattr(doctor, "has_nixl", lambda: has_nixl)
     monkeypatch.setattr(doctor, "find_installed_version", lambda _: "1.0")
-    (finding,) = [f for f in doctor._check_packages() if f.check == "nixl"]
+    (finding,) = [f for f in doctor.check_packages() if f.check == "nixl"]
     assert finding.level == level
 
 

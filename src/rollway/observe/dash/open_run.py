@@ -69,7 +69,7 @@ def open_directory(directory: Path) -> Source:
 
 def open_stack(name: str) -> Source:
     """Return the source of a stack that is up, here or on a Ray cluster, or left behind here."""
-    state = StackDir(name).read() or _find_on_ray(name)
+    state = find_state(name)
     if state is None:
         raise local.make_not_running_error(name)
     directory = find_record_dir(state)
@@ -108,11 +108,20 @@ def _bring_nodes_together(name: str) -> Iterator[None]:
         running.close()
 
 
+def find_state(name: str) -> StackState | None:
+    """Return the state of a stack by its name, or by NAMESPACE/NAME on a Ray cluster; None if there
+    is none."""
+    state = None if "/" in name else StackDir(name).read()
+    return state or _find_on_ray(name)
+
+
 def _find_on_ray(name: str) -> StackState | None:
     if not launcher.may_reach_cluster():
         return None
     with contextlib.suppress(RollwayError):
-        return next((state for state in launcher.list_stacks() if state.name == name), None)
+        for state in launcher.list_stacks():
+            if name in (state.name, f"{state.ray_namespace}/{state.name}"):
+                return state
     return None
 
 

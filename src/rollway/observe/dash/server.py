@@ -377,7 +377,15 @@ def _make_json(value: object) -> web.Response:
 async def serve(dashboard: Dashboard, access: Access, host: str, port: int) -> AsyncIterator[str]:
     """Listen, and yield the address to open, with the token if there is one."""
     access.check_host(host)
-    runner = web.AppRunner(dashboard.app(), access_log=None, shutdown_timeout=2.0)
+    async with listen(dashboard.app(), host, port, "another dashboard") as bound:
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{bound}/" + (f"?token={access.token}" if access.token else "")
+
+
+@asynccontextmanager
+async def listen(app: web.Application, host: str, port: int, rival: str) -> AsyncIterator[int]:
+    """Serve an application, and yield its port; `rival` is what may have taken the port."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port, reuse_address=True)
@@ -386,15 +394,13 @@ async def serve(dashboard: Dashboard, access: Access, host: str, port: int) -> A
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PortInUse(
-                    f"Port {port} of {host} is taken, perhaps by another dashboard.",
+                    f"Port {port} of {host} is taken, perhaps by {rival}.",
                     "Choose another with --port, or --port 0 for a free one.",
                 ) from error
             raise UsageError(
-                f"The dashboard cannot listen on {host}: {error.strerror or error}.",
+                f"Nothing can listen on {host} here: {error.strerror or error}.",
                 "Give --host an address of this machine.",
             ) from error
-        bound = runner.addresses[0][1]
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{bound}/" + (f"?token={access.token}" if access.token else "")
+        yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()

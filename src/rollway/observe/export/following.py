@@ -1,0 +1,200 @@
+"""Keep what Prometheus reads of a stack true while the stack runs: `--follow`.
+
+    record of the run ── poll ──► Series ──► GET /metrics          Rollway's own metrics
+    state of the stack ── poll ──► DIR/targets/<stack>.json        frontends and workers
+
+No other process serves Rollway's own metrics. The files are removed when this one ends, so that
+Prometheus does not look for processes that are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+import rollway
+from rollway.errors import RollwayError, StackNotRunning, UsageError
+from rollway.fleet.discovery import Worker
+from rollway.model_spec import slug
+from rollway.observe.dash.access import Access, add_headers, make_guard
+from rollway.observe.dash.open_run import find_state
+from rollway.observe.dash.server import listen
+from rollway.observe.dash.source import Source
+from rollway.observe.export import prometheus
+from rollway.observe.export.prometheus import PAGES, TARGETS, Group
+from rollway.observe.metrics import parse_labels_key
+from rollway.observe.series import Series, Values
+from rollway.observe.sinks.prometheus import render_page
+from rollway.stack import local
+from rollway.stack.commands import WILDCARDS
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+CLUSTER_SECONDS = 5.0
+"""How often a stack that is not of this machine is asked for its workers."""
+_KEPT_VERSIONS = 8
+"""How many versions the page has. A run has thousands, and Prometheus keeps every series."""
+
+ListGroups = Callable[[], Awaitable[list[Group]]]
+
+
+class Follower:
+    """Follows one stack: its record, and its list of targets."""
+
+    def __init__(
+        self, stack: str, source: Source, list_groups: ListGroups, directory: Path
+    ) -> None:
+        self._stack = stack
+        self._source = source
+        self._list_groups = list_groups
+        self._targets = get_targets_path(directory, stack)
+        self._page = directory / PAGES / self._targets.name
+        self._series = Series()
+        self._groups: list[Group] | None = None
+
+    def app(self, access: Access) -> web.Application:
+        app = web.Application(middlewares=[make_guard(access)])
+        app.on_response_prepare.append(add_headers)
+        app.router.add_get("/metrics", self._send_metrics)
+        return app
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self._targets, self._page]
+
+    async def _send_metrics(self, _: web.Request) -> web.Response:
+        page = render_page(keep_newest_versions(self._series.values))
+        return web.Response(text=page, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    def announce(self, url: str) -> None:
+        """Tell Prometheus where Rollway's own page is."""
+        group = prometheus.make_group(url, stack=self._stack)
+        prometheus.write_groups(self._page, [group])
+
+    def retract(self) -> None:
+        """Remove the lists of targets."""
+        for path in self.paths:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    async def follow(self, seconds: float = POLL_SECONDS) -> None:
+        """Follow until the stack has ended."""
+        while True:
+            await self.update()
+            if await asyncio.to_thread(self._source.get_phase) == "ended":
+                return
+            await asyncio.sleep(seconds)
+
+    async def update(self) -> None:
+        """Take what is new. A stack that cannot be asked now keeps the targets that it had."""
+        while entries := await asyncio.to_thread(self._source.poll):
+            for number, entry in enumerate(entries):
+                self._series.add(entry)
+                if number % 200 == 199:
+                    await asyncio.sleep(0)  # the page is answered meanwhile
+        try:
+            groups = await self._list_groups()
+        except StackNotRunning:
+            groups = []
+        except RollwayError as error:
+            log.warning("the targets cannot be listed at the moment: %s", error.message)
+            return
+        if groups != self._groups:
+            self._groups = groups
+            await asyncio.to_thread(prometheus.write_groups, self._targets, groups)
+
+
+def get_targets_path(directory: Path, name: str) -> Path:
+    """Return the list of targets of a stack, given its name or its address."""
+    return directory / TARGETS / f"{slug(name)}.json"
+
+
+def keep_newest_versions(values: Values, most: int = _KEPT_VERSIONS) -> Values:
+    """Return the values without those of old weight versions."""
+    kept: Values = {}
+    for name, keys in values.items():
+        versions = {key: parse_labels_key(key).get("version", "") for key in keys}
+        numbers = {int(text) for text in versions.values() if text.isdecimal()}
+        if len(numbers) <= most:
+            kept[name] = keys
+            continue
+        oldest = sorted(numbers)[-most]
+        is_kept = {k: not text.isdecimal() or int(text) >= oldest for k, text in versions.items()}
+        kept[name] = {key: value for key, value in keys.items() if is_kept[key]}
+    return kept
+
+
+@asynccontextmanager
+async def serve(follower: Follower, access: Access, host: str, port: int) -> AsyncIterator[str]:
+    """Serve Rollway's own page, and yield its address; remove the lists of targets at the end."""
+    access.check_host(host)
+    await follower.update()  # the first page has everything that is there
+    try:
+        async with listen(follower.app(access), host, port, "another exporter") as bound:
+            # Prometheus may run elsewhere: for it, an address of all interfaces names nothing.
+            shown = socket.gethostname() if host in WILDCARDS else host
+            url = f"http://[{shown}]:{bound}" if ":" in shown else f"http://{shown}:{bound}"
+            follower.announce(url)
+            yield f"{url}/metrics"
+    finally:
+        follower.retract()
+
+
+# --- who is there --------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_listing(name: str) -> AsyncIterator[ListGroups]:
+    """Yield a function that lists the targets of a stack, by its name or its address."""
+    if name.startswith("dgd://"):
+        raise UsageError(
+            f"{name} is behind an API server.", "Use `rollway observe export podmonitors`."
+        )
+    if "://" in name:
+        async with rollway.attach(name, watch=False) as stack:
+
+            async def list_attached() -> list[Group]:
+                workers: list[Worker] = []
+                # A frontend without RL routes has no such list; its own page is still there.
+                with contextlib.suppress(RollwayError):
+                    for model in stack.models:
+                        workers += await stack.fleet_of(model).workers()
+                return prometheus.list_attached_groups(name, stack.frontend_url, workers)
+
+            yield _ask_seldom(list_attached)
+    else:
+
+        async def list_started() -> list[Group]:
+            state = await asyncio.to_thread(find_state, name)
+            if state is None or not state.is_supervised:
+                raise local.make_not_running_error(name)
+            return prometheus.list_groups(state)
+
+        state = await asyncio.to_thread(find_state, name)
+        is_near = state is not None and not state.ray_namespace
+        yield list_started if is_near else _ask_seldom(list_started)
+
+
+def _ask_seldom(list_groups: ListGroups) -> ListGroups:
+    """Return a function that remembers its answer for a while: a listing costs the frontend a probe
+    of every worker."""
+    last: list[Group] = []
+    next_time = 0.0
+
+    async def ask() -> list[Group]:
+        nonlocal last, next_time
+        now = asyncio.get_running_loop().time()
+        if now >= next_time:
+            last = await list_groups()
+            next_time = now + CLUSTER_SECONDS
+        return last
+
+    return ask

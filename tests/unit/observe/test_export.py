@@ -1,0 +1,172 @@
+"""What is exported: names of the table, labels of targets, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollway.errors import RequestFailed, UsageError
+from rollway.http import Http
+from rollway.observe.dash.access import Access
+from rollway.observe.dash.source import Source
+from rollway.observe.export.expressions import list_families, list_unknown_names
+from rollway.observe.export.following import Follower, keep_newest_versions, serve
+from rollway.observe.export.grafana import list_expressions, make_dashboard
+from rollway.observe.export.podmonitors import make_podmonitors, make_rule_object
+from rollway.observe.export.prometheus import (
+    Group,
+    list_groups,
+    make_config,
+    write_groups,
+    write_token,
+)
+from rollway.observe.export.rules import make_rules, parse_bounds
+from rollway.stack.state import ProcessState, StackState
+from tests.conftest import Cli
+
+ROOT = Path(__file__).parents[3]
+
+
+async def list_nothing() -> list[Group]:
+    return []
+
+
+def make_follower(directory: Path) -> Follower:
+    """Return a follower of a run of one entry."""
+    entries = [[{"kind": "trainer", "t": 1.0, "step": 7, "seconds": 2.0, "parts": {}}]]
+    source = Source("s", poll=lambda: entries.pop() if entries else [], read=lambda: [])
+    return Follower("s", source, list_nothing, directory)
+
+
+async def test_the_page_is_announced_while_it_is_served(tmp_path: Path) -> None:
+    async with serve(make_follower(tmp_path), Access(), "127.0.0.1", 0) as url, Http() as http:
+        assert "rollway_step 7" in await http.get_text(url, timeout=5)
+        (group,) = json.loads((tmp_path / "pages" / "s.json").read_text())
+        assert f"http://{group['targets'][0]}/metrics" == url
+        assert group["labels"] == {"stack": "s"}
+        assert json.loads((tmp_path / "targets" / "s.json").read_text()) == []
+        with pytest.raises(RequestFailed, match="loopback names only"):
+            await http.get_text(url, timeout=5, headers={"Host": "evil.example"})
+    assert not list(tmp_path.rglob("*.json"))
+
+
+async def test_a_page_with_a_token_asks_for_it(tmp_path: Path) -> None:
+    access = Access("x" * 20)
+    async with serve(make_follower(tmp_path), access, "127.0.0.1", 0) as url, Http() as http:
+        with pytest.raises(RequestFailed, match="401"):
+            await http.get_text(url, timeout=5)
+        headers = {"Authorization": f"Bearer {access.token}"}
+        assert "rollway_step 7" in await http.get_text(url, timeout=5, headers=headers)
+    path = write_token(tmp_path, access.token)
+    assert path.read_text() == access.token and not path.stat().st_mode & 0o007
+
+
+def test_every_figure_of_the_dashboard_is_a_metric_of_the_table() -> None:
+    expressions = list_expressions(make_dashboard())
+    assert len(expressions) > 40
+    for expression in expressions:
+        assert list_families(expression), expression
+        assert list_unknown_names(expression) == [], expression
+    assert list_unknown_names('rate(rollway_guessed{stack="s"}[5m])') == ["rollway_guessed"]
+
+
+def test_panels_do_not_overlap_and_say_what_they_show() -> None:
+    panels = make_dashboard()["panels"]
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert all(panel["description"] for panel in panels if panel["type"] != "row")
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_targets_have_the_labels_of_the_table() -> None:
+    worker: dict[str, Any] = {"role": "worker", "log": "", "model": "tiny", "state": "ready"}
+    processes = [
+        ProcessState("frontend", "frontend", ""),
+        ProcessState(name="p-0", admin_url="http://127.0.0.1:9001", worker_role="prefill",
+                     **worker),
+        ProcessState(name="d-0", admin_url="http://127.0.0.1:9002", worker_role="decode",
+                     **{**worker, "state": "restarting"}),
+        ProcessState(name="d-0-rank1", admin_url="http://127.0.0.1:9003", node_rank=1, **worker),
+    ]  # fmt: skip
+    state = StackState("s", "0" * 16, 1, 1, "/run", "/logs", processes=processes)
+    state.frontend = "http://127.0.0.1:8000"
+    assert list_groups(state) == [
+        {"targets": ["127.0.0.1:8000"], "labels": {"stack": "s", "process": "frontend"}},
+        {"targets": ["127.0.0.1:9001"],
+         "labels": {"stack": "s", "worker": "p-0", "role": "prefill"}},
+        {"targets": ["127.0.0.1:9002"],  # it does not answer, which Prometheus shall see
+         "labels": {"stack": "s", "worker": "d-0", "role": "decode"}},
+    ]  # fmt: skip
+
+
+def test_others_can_read_the_lists_and_never_half_of_one(tmp_path: Path) -> None:
+    path = write_groups(tmp_path / "targets" / "s.json", [])
+    assert json.loads(path.read_text()) == []
+    assert path.stat().st_mode & 0o044
+    assert [entry.name for entry in path.parent.iterdir()] == ["s.json"]
+
+
+def test_only_the_own_page_gets_the_token() -> None:
+    own, stack = make_config(2.0, has_token=True)["scrape_configs"]
+    assert own["authorization"] == {"credentials_file": "token"}
+    assert "authorization" not in stack
+
+
+def test_the_page_has_the_newest_versions_only() -> None:
+    values = {
+        "rollway_version_tokens_total": {f"version={n}": 1.0 for n in range(100)},
+        "rollway_mismatch_k3": {"version=None": 0.5, "version=9": 0.1, "version=10": 0.2},
+        "rollway_step": {"": 3.0},
+    }
+    kept = keep_newest_versions(values, most=2)
+    assert kept["rollway_version_tokens_total"] == {"version=98": 1.0, "version=99": 1.0}
+    assert kept["rollway_mismatch_k3"] == values["rollway_mismatch_k3"]
+    assert kept["rollway_step"] == {"": 3.0}
+
+
+@pytest.mark.parametrize("text", ["mismatch_k3", "mismatch_k3=", "k3=1", "restarts=-1", "=1",
+                                  "restarts=nan", "restarts=inf"])  # fmt: skip
+def test_a_wrong_bound_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="sets no bound"):
+        parse_bounds([text])
+
+
+def test_the_manifests_of_the_repository_are_the_exported_ones() -> None:
+    path = ROOT / "deploy" / "manifests" / "monitoring.yaml"
+    assert list(yaml.safe_load_all(path.read_text())) == make_podmonitors()
+
+
+def test_a_graph_can_be_named() -> None:
+    frontends, workers = make_podmonitors("policy")
+    for monitor in (frontends, workers):
+        labels = monitor["spec"]["selector"]["matchLabels"]
+        assert labels["nvidia.com/dynamo-graph-deployment-name"] == "policy"
+        assert monitor["metadata"]["name"].endswith("-policy")
+    assert make_rule_object(make_rules())["spec"]["groups"]
+
+
+def test_the_command_writes_each_kind_and_refuses_what_cannot_be(cli: Cli, tmp_path: Path) -> None:
+    for what, name in (("grafana", "rollway.json"), ("alerts", "rollway.rules.yml"),
+                       ("podmonitors", "podmonitors.yaml")):  # fmt: skip
+        done = cli("observe", "export", what, "--out", "out", "--json")
+        assert done.returncode == 0, done.stderr
+        (path,) = json.loads(done.stdout)["files"]
+        assert Path(path).name == name and (tmp_path / path).stat().st_size > 0
+    for arguments, text in (
+        (("grafana", "--follow"), "do not change"),
+        (("prometheus", "nobody"), "nobody"),
+        (("prometheus", "--seconds", "0"), "cannot scrape every 0 s"),
+        (("prometheus", "x", "--follow", "--host", "0.0.0.0"), "without a token"),
+        (("prometheus", "dgd://a/b"), "podmonitors"),
+    ):
+        done = cli("observe", "export", *arguments, "--out", "out")
+        assert done.returncode in (1, 2) and text in done.stderr, done.stderr
