@@ -145,7 +145,7 @@ def read_last_samples(directory: Path) -> list[Entry]:
     with contextlib.suppress(OSError, IndexError), files[-1].open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
         entries = [decode(line) for line in file.read(_TAIL).splitlines()]
-    return [e for e in entries if not isinstance(e, str) and e["kind"] == "sample"][-2:]
+    return [e for e in entries if isinstance(e, dict) and e["kind"] == "sample"][-2:]
 
 
 def _read_time(path: Path) -> float:
