@@ -85,10 +85,19 @@ async def test_a_later_refit_sends_two_requests_to_each_worker(
     assert ([1, 2] in spans) == (mode == "in-flight")
 
 
+@pytest.mark.parametrize(
+    ("env", "policy"),
+    [
+        ({"LIGHT_ORDERS": "1"}, 2),
+        # The successor has the new weights already, so its answer to a canary stays the same.
+        ({"LIGHT_NO_ENGINE_METHODS": "1"}, 0),
+    ],
+    ids=["orders", "canary-of-the-base-weights"],
+)
 async def test_a_worker_that_joins_between_refits_is_listed_and_moved(
-    base_model: Path, policies: list[Policy]
+    base_model: Path, policies: list[Policy], env: dict[str, str], policy: int
 ) -> None:
-    async with rollway.aio.up(light(base_model, "joined", LIGHT_ORDERS="1")) as stack:
+    async with rollway.aio.up(light(base_model, "joined", **env)) as stack:
         await stack.unwatch()
         await stack.refit(1, policies[1].path)
         state = read_state("joined")
@@ -102,8 +111,9 @@ async def test_a_worker_that_joins_between_refits_is_listed_and_moved(
             return any(labels[instance] == 0 for instance in new)
 
         await wait_until_async(is_replaced, 60)
-        report = await stack.refit(2, policies[2].path)
+        report = await stack.refit(2, policies[policy].path)
         assert report.serving == 2
+        assert len({worker.proof for worker in report.workers if worker.version == 2}) == 1
 
 
 def test_a_canary_verifies_workers_without_our_engine_methods(
