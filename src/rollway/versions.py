@@ -78,6 +78,8 @@ class FleetVersions:
         self.changing = 0
         """The number of refits under way."""
         self._identities: dict[int, str] = {}
+        self._issued: dict[int, tuple[int, int | None]] = {}
+        """The epoch of the last update to each worker, and the version that it served before."""
         self._entered: dict[int, int] = {}
         """The version that each worker was last resumed with by this process."""
         self._enforced: set[int] = set()
@@ -169,7 +171,7 @@ class FleetVersions:
         """Note that an update is about to be sent: what the worker serves is unknown from now on,
         until `mark_serving`."""
         self.epoch += 1
-        self.by_worker.pop(worker, None)
+        self._issued[worker] = self.epoch, self.by_worker.pop(worker, None)
 
     def mark_entered(self, worker: int, version: int) -> None:
         """Note that a worker is about to generate again. Call this before the resume: from the
@@ -249,8 +251,19 @@ class FleetVersions:
             # counts only if the worker was not resumed with newer weights meanwhile.
             newest = max(self._entered.values(), default=ticket.version)
             entered = newest if worker is None else self._entered.get(worker, ticket.version)
-            return entered <= ticket.version
+            return entered <= ticket.version and not self._has_joined(ticket, worker)
         # Without taints any worker may have answered at any time: it must have had the version
         # throughout, which holds if no update was issued since the ticket.
         versions = self.by_worker.values() if worker is None else [self.by_worker.get(worker)]
         return self.epoch == ticket.epoch and set(versions) == {ticket.version}
+
+    def _has_joined(self, ticket: Ticket, worker: int | None) -> bool:
+        """Return whether a worker was moved since the ticket, and had another version before.
+
+        A router that does not know the taints of a new worker yet may have sent it the request: to
+        the weights that it started with, which no label shows any more."""
+        return any(
+            epoch > ticket.epoch and before != ticket.version
+            for each, (epoch, before) in self._issued.items()
+            if worker in (None, each)
+        )

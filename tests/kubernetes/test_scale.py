@@ -103,9 +103,17 @@ def check_tokens(traffic: Traffic, policies: list[Policy]) -> set[int]:
             own = policies[span.version].logprobs(rollout.prompt_ids, rollout.token_ids)
             for place in range(span.start, span.end):
                 if abs(own[place] - rollout.logprobs[place]) > TOLERANCE:
-                    stale.append((place, rollout.spans))
+                    stale.append((place, rollout.spans, name_versions(rollout, place, policies)))
     assert stale == []
     return versions
+
+
+def name_versions(rollout: Rollout, place: int, policies: list[Policy]) -> list[int]:
+    """Return the versions that would have given a token its log-prob."""
+    assert rollout.logprobs is not None
+    given = rollout.logprobs[place]
+    every = [policy.logprobs(rollout.prompt_ids, rollout.token_ids)[place] for policy in policies]
+    return [version for version, own in enumerate(every) if abs(own - given) <= TOLERANCE]
 
 
 def test_scaled_up_workers_serve_the_current_version_only(

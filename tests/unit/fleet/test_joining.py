@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollway.versions import FleetVersions
 from tests.unit.fleet.refit_machine import RefitMachine, machine
 from tests.unit.fleet.sim_fleet import SimWorker
 
@@ -74,3 +75,27 @@ def test_a_watch_notices_a_joiner_within_a_second() -> None:
         assert joiner.label == 1
         watching.cancel()
         m.settles()
+
+
+def test_an_answer_to_a_request_from_before_the_admission_does_not_count() -> None:
+    """A router may send a request to a worker whose taints it does not know yet. By the time of the
+    answer the worker may have the version, and say so."""
+    versions = FleetVersions()
+    versions.tainted = True
+    versions.mark_serving(1, 1)
+    versions.note_served(1)
+    early = versions.ticket()
+    assert versions.attributes_to(early, 2)  # nobody moved it; its label decides
+    versions.mark_issued(2)
+    assert not versions.attributes_to(early, 2)
+    versions.mark_entered(2, 1)
+    versions.mark_serving(2, 1)
+    assert not versions.attributes_to(early, 2)
+    assert not versions.attributes_to(early, None)
+    assert versions.attributes_to(early, 1)
+    late = versions.ticket()
+    assert versions.attributes_to(late, 2) and versions.attributes_to(late, None)
+    versions.mark_issued(1)  # to version 2; what it answered before still counts
+    assert versions.attributes_to(late, 1)
+    versions.mark_entered(1, 2)
+    assert not versions.attributes_to(late, 1)
