@@ -59,3 +59,19 @@ def test_one_trace_has_a_step_with_its_refit_its_rollouts_and_the_frontends_span
         assert set(PHASES) <= set(seconds)
         assert seconds["rollway.refit.load"] == pytest.approx(told.update_seconds, abs=1e-6)
     assert receiver.paths <= {"/v1/traces", "/v1/logs"}
+
+
+def test_the_engines_spans_are_in_the_trace_of_a_rollout(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a real vLLM, which is told where to send them."""
+    model = {"path": str(base_model), "name": "tiny", "args": {"max-model-len": 256}}
+    with open_receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        with rollway.up({"name": "traced-vllm", "models": [model]}) as stack:
+            stack.rollouts().generate([1, 2, 3], rollway.Sampling(max_tokens=4))
+            wait_until(lambda: len(receiver.find("rollway.rollout")) == 1)
+            (rollout,) = receiver.find("rollway.rollout")
+            wait_until(lambda: any(
+                span.trace == rollout.trace for span in receiver.find("llm_request")
+            ))  # fmt: skip
