@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import rollway
+from rollway.observe import traces
 from tests.light.spec import light
 from tests.observe.otlp_receiver import open_receiver
 from tests.stack.policies import Policy
@@ -25,8 +26,14 @@ def test_one_trace_has_a_step_with_its_refit_its_rollouts_and_the_frontends_span
                 before = stack.rollouts().generate([1, 2, 3], rollway.Sampling(max_tokens=4), n=2)
                 report = stack.refit(1, policies[1].path)
                 after = stack.rollouts().generate([1, 2, 3], rollway.Sampling(max_tokens=4), n=2)
-            wait_until(lambda: len(receiver.find("http-request")) >= 4)
-            wait_until(lambda: receiver.find("rollway.step"))
+            with monkeypatch.context() as limits:  # too many in this second: nobody traces them
+                limits.setattr(traces, "MOST_ROLLOUTS", 0)
+                stack.rollouts().generate([1, 2, 3], rollway.Sampling(max_tokens=4), n=2)
+            stack.rollouts().generate([1, 2, 3], rollway.Sampling(max_tokens=4))
+            wait_until(lambda: len(receiver.find("http-request")) >= 5)
+            wait_until(lambda: len(receiver.find("rollway.rollout")) == 5)
+    parents = {span.parent for span in receiver.find("http-request")} - {""}
+    assert parents == {span.span for span in receiver.find("rollway.rollout")}
     (step,) = receiver.find("rollway.step")
     own = {span.span: span for span in receiver.spans if span.trace == step.trace}
     rollouts = [span for span in own.values() if span.name == "rollway.rollout"]
@@ -52,3 +59,19 @@ def test_one_trace_has_a_step_with_its_refit_its_rollouts_and_the_frontends_span
         assert set(PHASES) <= set(seconds)
         assert seconds["rollway.refit.load"] == pytest.approx(told.update_seconds, abs=1e-6)
     assert receiver.paths <= {"/v1/traces", "/v1/logs"}
+
+
+def test_the_engines_spans_are_in_the_trace_of_a_rollout(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a real vLLM, which is told where to send them."""
+    model = {"path": str(base_model), "name": "tiny", "args": {"max-model-len": 256}}
+    with open_receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        with rollway.up({"name": "traced-vllm", "models": [model]}) as stack:
+            stack.rollouts().generate([1, 2, 3], rollway.Sampling(max_tokens=4))
+            wait_until(lambda: len(receiver.find("rollway.rollout")) == 1)
+            (rollout,) = receiver.find("rollway.rollout")
+            wait_until(lambda: any(
+                span.trace == rollout.trace for span in receiver.find("llm_request")
+            ))  # fmt: skip

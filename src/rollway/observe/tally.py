@@ -63,7 +63,7 @@ class RolloutTally:
         self._cut = self._continued = self._not_believed = 0
         self._latency, self._first_token, self._lengths = Figures(), Figures(), Figures()
         self._retries: Counter[str] = Counter()
-        self._versions: Counter[str] = Counter()
+        self._versions: Counter[int | None] = Counter()
         self._prompt_bits: Counter[int] = Counter()
         self._sampled_bits: Counter[int] = Counter()
 
@@ -80,7 +80,7 @@ class RolloutTally:
         tokens = 0
         for version, count in versions:
             tokens += count
-            self._versions[str(version)] += count
+            self._versions[version] += count
         self._count += 1
         self._tokens += tokens
         self._prompt_tokens += prompt_tokens
@@ -140,7 +140,7 @@ class RolloutTally:
             "cut": self._cut,
             "continued": self._continued,
             "not_believed": self._not_believed,
-            "versions": dict(self._versions),
+            "versions": {str(version): count for version, count in self._versions.items()},
             "histograms": {"prompt": self._prompt_bits, "sampled": self._sampled_bits},
         }
         self._began = now

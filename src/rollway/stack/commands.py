@@ -24,6 +24,7 @@ from rollway.stack.preset import (
 )
 
 LOOPBACK = "127.0.0.1"
+TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 WILDCARDS = ("0.0.0.0", "::", "")
 
 
@@ -117,7 +118,7 @@ def make_traces_env(environment: Mapping[str, str]) -> dict[str, str]:
     protocol, logs = read_protocol(environment), url.replace("/v1/traces", "/v1/logs")
     return {
         "OTEL_EXPORT_ENABLED": "true",
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": url,
+        TRACES_ENDPOINT: url,
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": protocol,
         "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": environment.get(
             "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", logs

@@ -22,6 +22,7 @@ from rollway.ranks import PlacedWorker, merge_runtime_envs
 from rollway.stack import preset, workers
 from rollway.stack.commands import (
     LOOPBACK,
+    TRACES_ENDPOINT,
     get_dial_address,
     make_frontend_command,
     make_planes_env,
@@ -142,6 +143,7 @@ class _Planner:
         self.etcd = spec.etcd_endpoints
         self.nats = spec.nats_server
         self.machine = preset.Machine.read()
+        self._traces = make_traces_env({**os.environ, **spec.env})
         self.find_program: Callable[[str, str], str] = find_required_program
 
     def plan_services(self) -> list[ProcessPlan]:
@@ -199,6 +201,9 @@ class _Planner:
             ports["system"] = self.ports.reserve_port(placed.admin_port, host, what)
         if placed.role and model.engine == "vllm":
             ports["kv"] = workers.reserve_side_channel(self.ports, get_dial_address(host), model)
+        if model.engine == "vllm" and (endpoint := self._traces.get(TRACES_ENDPOINT)):
+            args = {"otlp-traces-endpoint": endpoint, **model.args}
+            model = model.model_copy(update={"args": args})
         component = name_component(slug(model.name), placed.role)
         command = make_worker_command(
             self.spec,
@@ -244,7 +249,7 @@ class _Planner:
             "DYN_SDK_DISABLE_ANSI_LOGGING": "1",  # logs are files
             **make_planes_env(spec, host),
         }
-        env |= make_traces_env({**os.environ, **spec.env})
+        env |= self._traces
         if spec.discovery == "file":
             env["DYN_FILE_KV"] = str(self.discovery_dir)
         if self.etcd:

@@ -17,7 +17,7 @@ from rollway.errors import RolloutError
 from rollway.http import Http
 from rollway.observe import traces
 from rollway.observe.otlp import encode_request, encode_span, find_endpoint
-from rollway.observe.traces import LARGEST_QUEUE, Tracer, open_tracer
+from rollway.observe.traces import LARGEST_QUEUE, MOST_ROLLOUTS, Tracer, open_tracer
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.stack.commands import make_traces_env
@@ -171,6 +171,30 @@ def test_a_receiver_that_refuses_costs_spans_and_nothing_else(
     for _ in range(LARGEST_QUEUE + 5):
         tracer.begin("many").finish({})
     assert tracer.dropped == 8
+
+
+def test_of_very_many_rollouts_some_are_traced(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others carry a parent that is not sampled, so that Dynamo traces none of them."""
+    clock = [5 * 10**9]
+    monkeypatch.setattr(traces.time, "time_ns", lambda: clock[0])
+    tracer = open_now()
+    for second in (1, 2):
+        clock[0] += 10**9
+        spans = [tracer.begin("r", is_client=True) for _ in range(MOST_ROLLOUTS + 50)]
+        for span in spans:
+            span.add_event("retry", cause="status 503")
+            span.finish({})
+        assert [span.header[-2:] for span in spans] == ["01"] * MOST_ROLLOUTS + ["00"] * 50
+        tracer.begin("refit").finish({})
+        tracer.flush()
+        assert len(receiver.find("r")) == second * MOST_ROLLOUTS
+    assert len(receiver.find("refit")) == 2
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_on")
+    monkeypatch.setattr(traces, "_tracer", None)
+    everything = [open_now().begin("s", is_client=True) for _ in range(2 * MOST_ROLLOUTS)]
+    assert all(span.is_sampled for span in everything)
 
 
 # --- rollouts ------------------------------------------------------------------------------------

@@ -296,3 +296,26 @@ def test_a_worker_starts_in_its_working_dir_and_imports_from_it(
     assert worker.start_dir == Path("/w")
     assert worker.env["PYTHONPATH"] == "/w:/before"
     assert plan_for().by_role("worker")[0].start_dir is None
+
+
+def test_dynamo_and_the_engine_send_spans_where_opentelemetrys_variables_say(
+    plan_for: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    for process in plan_for().processes:
+        assert "OTEL_EXPORT_ENABLED" not in process.env
+        assert "--otlp-traces-endpoint" not in process.argv
+    url = "http://collector:4318"
+    for fields in ({"env": {"OTEL_EXPORTER_OTLP_ENDPOINT": url}}, {}):
+        for process in plan_for(**fields).processes:
+            assert process.env["OTEL_EXPORT_ENABLED"] == "true"
+            assert process.env["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] == f"{url}/v1/traces"
+            assert process.env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+            if process.role == "worker":
+                assert option(process.argv, "otlp-traces-endpoint") == f"{url}/v1/traces"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+    without = plan_for(model={"args": {"otlp-traces-endpoint": None}})
+    mockers = plan_for(model={"engine": "mocker"})
+    for process in (*without.processes, *mockers.processes):
+        assert "--otlp-traces-endpoint" not in process.argv

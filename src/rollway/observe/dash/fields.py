@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 _LARGEST = 2**53
 """Readers of JSON that use doubles round integers from here on."""
 _LONGEST_TEXT = 2_000
+_SHORT_TEXT = 64
 _MOST_ITEMS = 4_096
 _UNSHOWN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -58,12 +60,20 @@ def get_version(value: object) -> int | None:
 
 def get_text(value: object, longest: int = _LONGEST_TEXT) -> str:
     """Return text without characters that change how other text is shown; numbers as text."""
+    # A day's record has a million entries, and the same few thousand short texts in them.
+    if type(value) is str and len(value) <= min(longest, _SHORT_TEXT):
+        return _clean_short(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return ""
     if isinstance(value, int) and abs(value) >= 2**64:
         return ""  # turning a huge integer into text is slow
     text = str(value)
     text = text if len(text) <= longest else text[: longest - 1] + "…"
+    return _UNSHOWN.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+@lru_cache(maxsize=8192)
+def _clean_short(text: str) -> str:
     return _UNSHOWN.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -78,7 +88,8 @@ def get_list(value: object) -> list[Any]:
     return value[:_MOST_ITEMS] if isinstance(value, list) else []
 
 
-def parse_labels(key: str) -> dict[str, str]:
+@lru_cache(maxsize=8192)
+def parse_labels(key: str) -> Mapping[str, str]:
     """Return the labels of a sampled value: `worker=tiny-0,role=prefill`."""
     pairs = (part.partition("=") for part in get_text(key, 500).split(",") if part)
     return {name: value for name, _, value in pairs}
