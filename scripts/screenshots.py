@@ -127,7 +127,8 @@ def shrink(file: Path) -> None:
     from PIL import Image
 
     with Image.open(file) as picture:
-        few = picture.convert("RGB").quantize(256)
+        # The usual method gives small dots, which are few pixels, the colour of others.
+        few = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
     few.save(file, optimize=True)
     if file.stat().st_size > LARGEST:
         raise SystemExit(f"{file} has {file.stat().st_size:,} bytes, more than {LARGEST:,}.")
