@@ -129,7 +129,8 @@ def shrink(file: Path) -> None:
 
     with Image.open(file) as picture:
         plain = picture.convert("RGB")
-    colors = sorted(plain.getcolors(1 << 24), reverse=True)[:256]
+    counts: Any = plain.getcolors(1 << 24)
+    colors = sorted(counts, reverse=True)[:256]
     palette = Image.new("P", (1, 1))
     palette.putpalette([part for _, color in colors for part in color])
     plain.quantize(palette=palette, dither=Image.Dither.NONE).save(file, optimize=True)
