@@ -11,6 +11,9 @@ import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from tests.waiting import wait_until
 
 Points = dict[str, list[tuple[int, float]]]
 """The steps and values of each name."""
@@ -35,11 +38,15 @@ def read_wandb(directory: Path) -> tuple[Points, dict[str, float]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = directory.rglob("*.wandb")
+
+    def read_records() -> list[Any]:
+        return [Record.FromString(data) for data in _read_frames(file.read_bytes())]
+
+    # wandb's service writes the end of the file after `finish` has returned.
+    wait_until(lambda: any(record.HasField("exit") for record in read_records()), every=0.1)
     points: Points = {}
     summary: dict[str, float] = {}
-    for data in _read_frames(file.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
+    for record in read_records():
         if record.HasField("history"):
             row = _read_items(record.history.item)
             for name, value in row.items():

@@ -67,6 +67,7 @@ def test_the_demo_learns(
     assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Findings" in page and 'data-metric="rollway_refit_seconds"' in page
+    assert "no worker of this run had" not in page  # the base is a version of its own
     assert footprint.new() == {}
 
 

@@ -125,6 +125,17 @@ def test_tokens_of_a_version_that_nobody_had_are_found(tmp_path: Path) -> None:
     assert finding.text.startswith("500 tokens")
 
 
+def test_tokens_of_the_base_are_no_finding(tmp_path: Path) -> None:
+    """A driver lists versions from the first refit on; before it, workers sample the base."""
+    writer = Writer(tmp_path)
+    writer.write("driver", make_header(BEGAN, "driver", 1))
+    rollouts = {"seconds": 1.0, "count": 1, "tokens": 9, "versions": {"0": 9}}
+    writer.write("driver", {"kind": "rollouts", "t": BEGAN + 1, **rollouts})
+    workers = [{"name": "", "instance": "1", "state": "ready", "version": 1}]
+    writer.write("driver", {"kind": "workers", "t": BEGAN + 2, "workers": workers})
+    assert find_all(read_summary(tmp_path)) == []
+
+
 def test_what_was_prevented_is_counted(tmp_path: Path) -> None:
     run = Begun(tmp_path)
     run.add_rollouts(5, not_believed=1, cut=3, continued=2, retries={"worker gone": 4})

@@ -348,3 +348,31 @@ def test_prefix_hits_of_each_worker_over_time() -> None:
     assert len(rows[0]["points"]) <= 90
     assert {share for _, share in rows[0]["points"]} == {1.0}
     assert {share for _, share in rows[1]["points"]} == {0.25}
+
+
+def test_a_stack_that_was_stopped_keeps_what_its_workers_served() -> None:
+    """An orderly end is no finding: the answers are those of the moment before it."""
+    view = View()
+    workers = [{"name": name, "instance": name, "state": "ready", "version": 3} for name in "ab"]
+    view.add({"kind": "workers", "t": 1.7e9, "workers": workers, "process": "supervisor"})
+    stopping = [{**worker, "state": "stopping", "version": None} for worker in workers]
+    view.add({"kind": "workers", "t": 1.7e9 + 60, "workers": stopping, "process": "supervisor"})
+    view.add({"kind": "event", "t": 1.7e9 + 61, "event": "stopped"})
+    sections = view.get_sections()
+    fresh = next(answer for answer in sections["top"] if answer["name"] == "fresh")
+    assert (fresh["level"], fresh["figure"]) == ("good", "2 of 2")
+    assert [row["version"] for row in sections["fleet"]] == [3, 3]
+
+
+def test_tokens_of_the_base_are_no_finding() -> None:
+    """A driver lists versions from the first refit on; before it, workers sample the base."""
+    view = View()
+    rollouts = {"seconds": 1.0, "count": 1, "tokens": 9, "versions": {"0": 9, "1": 9}}
+    view.add({"kind": "rollouts", "t": 1.7e9, **rollouts})
+    workers = [{"name": "a", "instance": "1", "state": "ready", "version": 1}]
+    view.add({"kind": "workers", "t": 1.7e9 + 600, "workers": workers})
+    exact = view.get_sections()["top"][0]
+    assert exact["level"] == "unknown"
+    view.add({"kind": "rollouts", "t": 1.7e9 + 700, **rollouts, "versions": {"7": 9}})
+    view.add({"kind": "event", "t": 1.7e9 + 800, "event": "ready"})
+    assert view.get_sections()["top"][0]["level"] == "bad"

@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from rollway.observe.dash.view import View
-from rollway.observe.dash.workers import SERVING, rank_name
+from rollway.observe.dash.workers import ENDING, SERVING, rank_name
 from rollway.observe.figures import (
     NONE,
     count,
@@ -156,6 +156,7 @@ def make_fleet(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _make_worker(row: Mapping[str, Any], newest: int | None) -> list[Cell]:
     state = row["state"]
     level = "good" if state in SERVING else "warn" if state in _WAITING else "bad"
+    level = "muted" if state in ENDING else level
     is_behind = state in SERVING and row["version"] != newest
     last = (
         f"{row['last_event']} {format_clock(row['last_event_at'])}" if row["last_event"] else NONE

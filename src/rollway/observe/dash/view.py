@@ -30,6 +30,7 @@ from rollway.observe.dash.fields import (
 from rollway.observe.dash.series import Series
 from rollway.observe.dash.timeline import RefitView, Timeline
 from rollway.observe.dash.workers import KV, LOAD, WAITING, Workers
+from rollway.versions import BASE_VERSION
 
 SCHEMA = 1
 WINDOW_SECONDS = 300.0
@@ -344,14 +345,16 @@ class View:
         return verdicts.judge_busy(1.0 - paused, 0.0, paused, False)
 
     def _count_foreign_tokens(self) -> int:
-        """Count tokens of versions that no worker of this run had."""
+        """Count tokens of versions that no worker of this run had. All begin with the base, which
+        no list of workers has before the first refit."""
         if not self.workers.versions:
             return 0
+        known = {BASE_VERSION, *self.workers.versions}
         return int(
             sum(
                 tokens
                 for version, (tokens, t) in self._tokens_by_version.items()
-                if version not in self.workers.versions and t < self.now - _FOREIGN_SECONDS
+                if version not in known and t < self.now - _FOREIGN_SECONDS
             )
         )
 

@@ -17,6 +17,8 @@ from rollway.observe.dash.fields import (
 )
 
 SERVING = ("ready", "serving")
+ENDING = ("stopping", "stopped")
+"""What a supervisor says of its workers when it ends the whole stack, in order."""
 STALE_SECONDS = 15.0
 """A sampled value that is this much older than the newest sample is a gap."""
 _MOST_WORKERS, _MOST_TOLD = 1_024, 10_000
@@ -102,7 +104,7 @@ class Workers:
                 "restarts": get_count(fields.get("restarts")),
                 "pid": get_count(fields.get("pid")) or None,
             }
-            if row["state"] not in SERVING:
+            if row["state"] not in (*SERVING, *ENDING):
                 row["version"] = None  # what it last had: its next process has to be refitted first
             elif row["version"] is None:
                 row["version"] = self._told.get(instance)
@@ -124,7 +126,7 @@ class Workers:
             return
         row["last_event"], row["last_event_at"] = name, t
         row["state"] = _STATES.get(name, row["state"])
-        if row["state"] not in SERVING:
+        if row["state"] not in (*SERVING, *ENDING):
             row["version"] = None
         self._watch(t)
 
@@ -190,9 +192,11 @@ class Workers:
         return max(self.versions, default=None)
 
     def list_served_versions(self) -> list[int | None]:
-        """List the version of every worker that serves."""
+        """List the version of every worker that serves; of a stack that has ended, those that its
+        workers served."""
         rows = self._rows.values()
-        return [row["version"] for row in rows if row["state"] in SERVING]
+        served = [row["version"] for row in rows if row["state"] in SERVING]
+        return served or [row["version"] for row in rows if row["state"] in ENDING]
 
     def get_spread(self) -> int | None:
         known = [version for version in self.list_served_versions() if version is not None]

@@ -24,6 +24,7 @@ from rollway.observe.metrics import PERCENTILES, parse_labels_key
 from rollway.observe.read import Run
 from rollway.observe.record import Entry
 from rollway.observe.report.parts import RefitPoint, StaleTime, Transfers, WorkerSummary
+from rollway.versions import BASE_VERSION
 
 KV_FULL = 0.95
 PHASES = ("preflight", "pause", "update", "resume")
@@ -369,7 +370,7 @@ class Summary:
         """Tokens that were accepted with a version that no worker had."""
         if not self.versions:
             return 0
-        known = self.versions
+        known = {BASE_VERSION, *self.versions}  # no list of workers has the base's
         return int(sum(n for version, n in self.tokens_by_version.items() if version not in known))
 
     def list_bad_events(self) -> list[tuple[float, str, str, str]]:

@@ -17,6 +17,7 @@ const COLUMNS = [
   { key: "last_event", title: "Last event", minor: true },
 ];
 const SERVING = new Set(["ready", "serving"]);
+const ENDING = new Set(["stopping", "stopped"]); // in order, with the whole stack
 const WAITING = new Set(["starting", "waiting", "restarting", "paused", "asleep", "joining"]);
 
 let sort = { key: "name", down: false };
@@ -109,8 +110,8 @@ function makeRow(row, model) {
 function fillRow({ tr, cells }, row, newest, model) {
   setText(cells.name, row.name);
   cells.name.title = `instance ${row.instance || "?"}, pid ${row.pid ?? "?"}, ${row.model}`;
-  const level = SERVING.has(row.state) ? "good" : WAITING.has(row.state) ? "warn" : "bad";
-  setClass(tr, level === "good" ? "" : `row-${level}`);
+  const level = SERVING.has(row.state) ? "good" : ENDING.has(row.state) ? "ended" : WAITING.has(row.state) ? "warn" : "bad";
+  setClass(tr, ["good", "ended"].includes(level) ? "" : `row-${level}`);
   setClass(cells.state.firstChild, `state ${level}`);
   setText(cells.state.firstChild, row.state || "?");
   setText(cells.version, row.version === null || row.version === undefined ? "–" : `${row.version}`);
