@@ -329,15 +329,14 @@ def test_other_versions_of_packages_are_found(
 # --- vLLM ----------------------------------------------------------------------------------------
 
 
-def test_a_healthy_vllm_stack_has_nothing_and_raw_logprobs_are_found(base_model: Path) -> None:
-    """Two models: one as it should be, the other with vLLM's own default."""
-    tiny = {"path": str(base_model), "name": "tiny", "args": VLLM_ARGS}
-    raw = {**tiny, "name": "raw", "args": {**VLLM_ARGS, "logprobs-mode": "raw_logprobs"}}
-    with rollway.up({"name": "models", "models": [tiny, raw], "observe": OFTEN}):
-        wait_for_samples("models")
-        done = examine("models")
-    problems = [(f.check, f.found) for f in done.findings if f.level in ("warning", "error")]
-    assert problems == [("log-probs", "raw: log-probs ignore the temperature")]
+def test_a_healthy_vllm_stack_has_nothing(base_model: Path) -> None:
+    """Also with the checkpoint's generation config, which has a top-k and a top-p."""
+    model = {"path": str(base_model), "name": "tiny", "replicas": 2, "args": VLLM_ARGS}
+    with rollway.up({"name": "engines", "models": [model], "observe": OFTEN}):
+        wait_for_samples("engines")
+        done = examine("engines")
+    assert list_problems(done) == {}
+    assert [f.check for f in done.findings if f.level == "note"] == ["listeners"]
 
 
 @pytest.mark.skipif(not has_nixl(), reason="needs the module nixl: make setup")

@@ -275,8 +275,8 @@ async def check_logprobs(subject: Subject) -> AsyncIterator[Finding]:
         elif all(math.isclose(a, b, abs_tol=_EQUAL) for a, b in pairs):
             text = f"{pool.model}: log-probs ignore the temperature"
             advice = (
-                "They are raw: remove `logprobs-mode` from the workers' args (RL workers have "
-                "`processed_logprobs`), or train at temperature 1 without top-p and top-k."
+                "They are raw: start workers with --enable-rl, which reports the processed ones; "
+                "or train at temperature 1, without top-p and top-k."
             )
             yield Finding("log-probs", "error", text, advice)
         else:
@@ -300,8 +300,8 @@ async def check_generation_config(subject: Subject) -> AsyncIterator[Finding]:
         else:
             text = f"{pool.model}: a request without sampling parameters is sampled otherwise"
             advice = (
-                "The checkpoint's generation_config.json fills them in. Rollway sends all; for "
-                "other clients set `generation-config: vllm` in the workers' args."
+                "The checkpoint's generation_config.json fills them in. Rollway's clients send "
+                "all; for others start workers with --enable-rl, or set `generation-config: vllm`."
             )
             yield Finding("generation config", "warning", text, advice)
 
