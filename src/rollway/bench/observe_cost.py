@@ -8,7 +8,6 @@ import gc
 import json
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -116,11 +115,15 @@ class _BareRollouts(Rollouts):
         prompt = check_prompt(prompt_ids)
         if n < 1:
             raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
-        session = group or uuid.uuid4().hex
-        return [await self._sample_bare(prompt, sampling or Sampling(), session, version, salt)]
+        return [await self._sample_bare(prompt, sampling or Sampling(), group, version, salt)]
 
     async def _sample_bare(
-        self, prompt: list[int], sampling: Sampling, session: str, version: int | None, salt: str
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        session: str | None,
+        version: int | None,
+        salt: str,
     ) -> Rollout:
         trajectory = Trajectory(prompt, sampling, self.adapter, salt)
         pins = Pins(self._versions, able=self.wire.routed)
@@ -145,7 +148,9 @@ class _BareRollouts(Rollouts):
 
     async def _send_bare(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
         pins = attempt.pins
-        headers = {} if pins.now is not None else {SESSION_HEADER: attempt.session}
+        session = None if pins.now is not None else attempt.session
+        has_session = session is not None and time.monotonic() >= self._full_until
+        headers = {SESSION_HEADER: session} if session is not None and has_session else {}
         try:
             with self._count_in_flight():
                 return await self._http.post(
@@ -155,7 +160,7 @@ class _BareRollouts(Rollouts):
             if not (pins.now or is_temporary(error)):
                 raise describe_error(error, self.model) from error
             pins.exclude_current(ticket)
-            attempt.session = uuid.uuid4().hex
+            attempt.session = None
             await attempt.trouble.wait(describe_error(error, self.model))
             await self._refresh_workers()
             return None

@@ -8,7 +8,7 @@ it is sampled again from the new weights: each turn has one version.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from rollway.errors import RequestFailed, RolloutError
 from rollway.rollout.client import events
 from rollway.rollout.completion import Assembly, Completion, Nvext, Usage, only_choice, parse
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.sender import SESSION_HEADER, Attempt, Sender
+from rollway.rollout.sender import Attempt, Sender
 from rollway.rollout.wire import STAMP_FIELDS, Wire, completion_request, routing_fields
 from rollway.versions import Ticket
 
@@ -149,12 +149,7 @@ class Upstream(Sender):
             assembly = self._make_assembly(request)
 
             async def read_chunks() -> AsyncGenerator[dict[str, Any]]:
-                async with self._http.stream_lines(
-                    self._url,
-                    body,
-                    timeout=self._timeout,
-                    headers={SESSION_HEADER: request.session},
-                ) as lines:
+                async with self._open_stream(body, request.session) as lines:
                     async for event in events(lines):
                         assembly.add(event)
                         yield event  # type: ignore[misc]
@@ -162,6 +157,26 @@ class Upstream(Sender):
             # Close at once: the worker must not continue to sample for a client that is gone.
             async with aclosing(read_chunks()) as parts:
                 yield parts, assembly, ticket
+
+    @asynccontextmanager
+    async def _open_stream(
+        self, body: dict[str, Any], session: str
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Open a stream, without its session if the frontend has no room for another."""
+        async with AsyncExitStack() as opened:
+            while True:
+                headers = self._make_headers(session)
+                stream = self._http.stream_lines(
+                    self._url, body, timeout=self._timeout, headers=headers
+                )
+                try:
+                    lines = await opened.enter_async_context(stream)
+                except RequestFailed as error:
+                    if not self._is_session_refused(error, headers):
+                        raise
+                else:
+                    yield lines
+                    return
 
     async def settle(self, assembly: Assembly, ticket: Ticket) -> Completion:
         """Return the completion of a finished stream; raise unless it has one version."""

@@ -20,12 +20,10 @@ import msgspec
 
 from rollway.errors import RequestFailed, RolloutError, UsageError
 from rollway.http import read_error_message
-from rollway.observe.traces import HEADER
 from rollway.observe.traces import Span as TraceSpan
 from rollway.rollout.completion import Assembly, Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import (
-    SESSION_HEADER,
     Sender,
     Trouble,
     all_or_none,
@@ -84,11 +82,11 @@ class Rollouts(Sender):
         prompt = check_prompt(prompt_ids)
         if n < 1:
             raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
-        session = group or uuid.uuid4().hex
         chosen = sampling or Sampling()
         sample = self._sample if self.tracer is None else self._sample_traced
         if n == 1:  # in the caller's task, so a cancelled call is either complete or has no token
-            return [await sample(prompt, chosen, session, version, salt)]
+            return [await sample(prompt, chosen, group, version, salt)]
+        session = group or uuid.uuid4().hex
         seeded = ((chosen.offset_seed(i), share_session(session, i)) for i in range(n))
         return await all_or_none(sample(prompt, *each, version, salt) for each in seeded)
 
@@ -139,16 +137,14 @@ class Rollouts(Sender):
         if not self.wire.streams:
             raise UsageError(f"The wire `{self.wire.name}` cannot stream.", "Use `completions`.")
         trajectory = Trajectory(check_prompt(prompt_ids), sampling or Sampling(), self.adapter)
-        session, trouble = group or uuid.uuid4().hex, Trouble(self._patience)
+        session, trouble = group, Trouble(self._patience)
         with self._trace() as span:
             async with self._slots, self._deadline():
                 began, is_first = time.monotonic(), True
                 while True:
                     ticket = await self._ticket(trouble)
                     body, assembly = self._request(trajectory, ticket, stream=True)
-                    headers = {SESSION_HEADER: session}
-                    if span is not None:
-                        headers[HEADER] = span.header
+                    headers = self._make_headers(session, span)
                     try:
                         async with self._http.stream_lines(
                             self._url, body, timeout=self._timeout, headers=headers
@@ -164,8 +160,10 @@ class Rollouts(Sender):
                         if not is_temporary(error):
                             raise
                         self._count_retry(error, span)
+                        if self._is_session_refused(error, headers):
+                            continue
                         # The session may be bound to a worker that serves an older version.
-                        session = uuid.uuid4().hex
+                        session = None
                         await trouble.wait(describe_error(error, self.model))
                         await self._refresh_workers()
                         continue
@@ -181,7 +179,12 @@ class Rollouts(Sender):
         yield rollout
 
     async def _sample_traced(
-        self, prompt: list[int], sampling: Sampling, session: str, version: int | None, salt: str
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        session: str | None,
+        version: int | None,
+        salt: str,
     ) -> Rollout:
         """Sample in a span, which is the parent of the frontend's."""
         assert self.tracer is not None
@@ -198,7 +201,7 @@ class Rollouts(Sender):
         self,
         prompt: list[int],
         sampling: Sampling,
-        session: str,
+        session: str | None,
         version: int | None,
         salt: str,
         span: TraceSpan | None = None,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-import uuid
 from array import array
 from collections.abc import (
     AsyncIterator,
@@ -19,6 +18,7 @@ from collections.abc import (
     Coroutine,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
@@ -36,6 +36,11 @@ from rollway.versions import FleetVersions, Ticket
 T = TypeVar("T")
 
 SESSION_HEADER = "x-dynamo-session-id"
+FULL = 529
+"""Dynamo's frontend holds 65,536 sessions, each until it was idle for the router's
+`session-affinity-ttl-secs`. Then it refuses every request with a new session by this status."""
+FULL_SECONDS = 10.0
+"""For how long requests have no session after that."""
 PATIENCE_SECONDS = 60.0
 """How long a rollout retries without progress. A frontend restarts in 4 s, a dead worker stays
 listed for 10 s, and another process may be refitting."""
@@ -89,12 +94,31 @@ class Sender:
         self._slots = asyncio.Semaphore(concurrency)
         self._timeout = timeout
         self._patience = patience
+        self._full_until = 0.0
         self.in_flight = 0
         """Requests whose answers are not processed yet. Their tokens would be lost."""
 
     def _attempt(self, session: str | None = None, span: Span | None = None) -> Attempt:
         pins = Pins(self._versions, able=self.wire.routed)
-        return Attempt(session or uuid.uuid4().hex, Trouble(self._patience), pins, span)
+        return Attempt(session, Trouble(self._patience), pins, span)
+
+    def _make_headers(self, session: str | None, span: Span | None = None) -> dict[str, str]:
+        has_session = session is not None and time.monotonic() >= self._full_until
+        headers = {SESSION_HEADER: session} if session is not None and has_session else {}
+        if span is not None:
+            headers[HEADER] = span.header
+        return headers
+
+    def _is_session_refused(
+        self, error: Unreachable | RequestFailed, headers: Mapping[str, str]
+    ) -> bool:
+        """Return whether the frontend holds as many sessions as it can; then the next requests
+        have none. The router finds most prefixes without."""
+        is_full = isinstance(error, RequestFailed) and error.status == FULL
+        if not (is_full and SESSION_HEADER in headers):
+            return False
+        self._full_until = time.monotonic() + FULL_SECONDS
+        return True
 
     @contextmanager
     def _trace(self) -> Iterator[Span | None]:
@@ -115,9 +139,8 @@ class Sender:
         pins = attempt.pins
         # Dynamo prefers the worker of a session to a pinned one, so a pinned request has no
         # session.
-        headers = {} if pins.now is not None else {SESSION_HEADER: attempt.session}
-        if attempt.span is not None:
-            headers[HEADER] = attempt.span.header
+        session = None if pins.now is not None else attempt.session
+        headers = self._make_headers(session, attempt.span)
         try:
             with self._count_in_flight():
                 return await self._http.post(
@@ -128,9 +151,11 @@ class Sender:
                 raise describe_error(error, self.model) from error
             await self._refuse_missing_route(error)
             self._count_retry(error, attempt.span)
+            if self._is_session_refused(error, headers):
+                return None
             pins.exclude_current(ticket)
             # The session may be bound to a worker that died or serves an older version.
-            attempt.session = uuid.uuid4().hex
+            attempt.session = None
             await attempt.trouble.wait(describe_error(error, self.model))
             await self._refresh_workers()
             return None
@@ -221,7 +246,7 @@ class Sender:
 class Attempt:
     """The state of the attempts at one rollout."""
 
-    session: str
+    session: str | None
     trouble: Trouble
     pins: Pins
     span: Span | None = None

@@ -165,7 +165,8 @@ def get_frontend_defaults(spec: StackSpec, machine: Machine | None = None) -> De
         "migration-limit": 3 if migration is None else migration,
         # The rollouts of one group share a session id and stay where their prefix is cached: 0.85
         # prefix hits, against 0.62 with the router's own choice (32 workers, G=8, 3 turns).
-        "router-session-affinity-ttl-secs": 3600,
+        # The frontend holds 65,536 sessions at most: with an hour, 18 groups per second fill it.
+        "router-session-affinity-ttl-secs": 600,
         # With Dynamo's default, `hard`, requests of a group whose worker died fail for the 10 s
         # that it stays listed (384 requests, 4 of 8 workers killed, retried every 0.3 s: 1,380 to
         # 1,932 failed attempts, with `soft` 0 to 2). Above a busy threshold `hard` refuses them

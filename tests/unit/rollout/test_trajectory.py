@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from rollway.http import Http
 from rollway.rollout.client import Rollouts
 from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
+from rollway.rollout.sender import SESSION_HEADER
 from rollway.rollout.trajectory import Rollout, Trajectory
 from rollway.versions import FleetVersions
 from tests.waiting import stays_async
@@ -74,9 +75,13 @@ class Scripted(Http):
         super().__init__()
         self.script = list(script)
         self.bodies: list[dict[str, Any]] = []
+        self.sessions: list[str | None] = []
 
-    async def post(self, url: str, body: Any, **_: Any) -> Any:
+    async def post(
+        self, url: str, body: Any, *, headers: Mapping[str, str] | None = None, **_: Any
+    ) -> Any:
         self.bodies.append(body)
+        self.sessions.append((headers or {}).get(SESSION_HEADER))
         step = self.script.pop(0)
         if callable(step):
             step = step()
@@ -275,3 +280,29 @@ async def test_experts_of_an_earlier_leg_are_kept() -> None:
             await Rollouts(Scripted(body), "http://f", "m", make_versions()).generate(
                 [1, 2, 3], sampling
             )
+
+
+async def test_only_groups_have_a_session() -> None:
+    """The frontend holds so many: a session that no second request has would take a place."""
+    http = Scripted(*(make_answer([5], 3) for _ in range(4)))
+    rollouts = Rollouts(http, "http://f", "m", make_versions())
+    await rollouts.generate([1, 2, 3], Sampling(max_tokens=1))
+    await rollouts.generate([1, 2, 3], Sampling(max_tokens=1), group="mine")
+    await rollouts.generate([1, 2, 3], Sampling(max_tokens=1), n=2)
+    first, second, *both = http.sessions
+    assert (first, second) == (None, "mine")
+    assert None not in both and len(set(both)) == 1
+
+
+async def test_a_frontend_that_is_full_of_sessions_gets_none_for_a_while() -> None:
+    full = RequestFailed("Service temporarily overloaded", status=529)
+    http = Scripted(full, *(make_answer([5], 3) for _ in range(2)))
+    # Without patience: a wait before the second request would be an error.
+    rollouts = Rollouts(http, "http://f", "m", make_versions(), patience=0.0)
+    for _ in range(2):
+        (rollout,) = await rollouts.generate([1, 2, 3], Sampling(max_tokens=1), group="mine")
+        assert rollout.token_ids == [5]
+    assert http.sessions == ["mine", None, None]
+    http.script = [full]
+    with pytest.raises(RolloutError, match="overloaded"):
+        await rollouts.generate([1, 2, 3], Sampling(max_tokens=1), group="mine")

@@ -97,7 +97,7 @@ def test_the_rl_preset_applies_and_can_be_overridden(plan_for: Any) -> None:
     frontend, worker = stack_plan.by_role("frontend")[0], stack_plan.by_role("worker")[0]
     assert option(frontend.argv, "migration-limit") == "3"
     assert option(frontend.argv, "router-queue-threshold") == "1.0"
-    assert option(frontend.argv, "router-session-affinity-ttl-secs") == "3600"
+    assert option(frontend.argv, "router-session-affinity-ttl-secs") == "600"
     assert option(frontend.argv, "router-session-affinity-mode") == "soft"
     assert int(frontend.env["DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS"]) > 3600
     assert option(worker.argv, "stream-interval") == "64"
