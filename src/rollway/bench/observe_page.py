@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import aiohttp
 
 from rollway.bench import Say
 from rollway.bench.browser import CHROMIUM, MISSING, Browser, Page, open_browser
@@ -21,6 +25,9 @@ FEW, MANY = 4, 128
 HOUR_SECONDS = 3600.0
 LIVE_SECONDS = 20.0
 _ROUNDS = 3
+_SILENCE_SECONDS = 3.0
+"""After which a stream of a run that has ended has sent all of it."""
+_STREAM = "/api/stream"
 _READY = "document.body?.dataset.ready === 'yes'"
 _CLICKS = """(async () => {
   const heads = [...document.querySelectorAll('th button')], times = [];
@@ -58,7 +65,7 @@ async def measure_page(scratch: Path, say: Say, figures: dict[str, Any]) -> None
                 argv = ("rollway.cli", "dash", "--run", str(runs[name]))
                 async with start_process(*argv, "--json", "--port", "0", "--no-open") as dash:
                     page = await _open(browser, dash.told["url"])
-                    loads[name] = page.received_bytes
+                    loads[name] = await count_bytes(page.requests, _SILENCE_SECONDS)
                     clicks[name].append(await page.run(_CLICKS))
                     await page.close()
         live = await _measure_live(browser, scratch / "live")
@@ -84,13 +91,26 @@ async def _measure_live(browser: Browser, directory: Path) -> float:
         argv = ("rollway.cli", "dash", "--run", str(directory))
         async with start_process(*argv, "--json", "--port", "0", "--no-open") as dash:
             page = await _open(browser, dash.told["url"])
-            await asyncio.sleep(2.0)  # what was written before it was opened
-            began, before = time.monotonic(), page.received_bytes
-            await asyncio.sleep(LIVE_SECONDS)
-            return (page.received_bytes - before) / (time.monotonic() - began)
+            stream = [url for url in page.requests if url.endswith(_STREAM)]
+            first = await count_bytes(stream, _SILENCE_SECONDS)
+            return (await count_bytes(stream, LIVE_SECONDS) - first) / LIVE_SECONDS
     finally:
         writer.kill()
         await writer.wait()
+
+
+async def count_bytes(urls: Sequence[str], seconds: float) -> int:
+    """Return how many bytes cross the wire for these addresses, as a browser asks for them; of a
+    stream, in so many seconds. Chromium itself tells only how many they are when unpacked."""
+    count = 0
+    headers = {"Accept-Encoding": "gzip"}
+    async with aiohttp.ClientSession(auto_decompress=False, headers=headers) as session:
+        for url in dict.fromkeys(urls):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds), session.get(url) as answer:
+                    async for chunk in answer.content.iter_any():
+                        count += len(chunk)
+    return count
 
 
 async def _open(browser: Browser, url: str) -> Page:
