@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -119,20 +119,31 @@ async def _open(browser: Browser, url: str) -> Page:
     return page
 
 
+# The kernel's `ru_maxrss` of a process counts what its parent had before it ran a program of its
+# own, so the process reads its peak itself.
+_REPORT = """
+import pathlib, re, sys
+from rollway.cli import main
+status = main(sys.argv[2:])
+peak = re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())
+pathlib.Path(sys.argv[1]).write_text(peak[1])
+sys.exit(status)
+"""
+
+
 def measure_report(scratch: Path, say: Say, figures: dict[str, Any]) -> None:
     """Measure the time and the memory of `rollway report` of a day's run."""
     if importlib.util.find_spec("rollway.observe.report") is None:
         raise RollwayError("This Rollway has no command `report`.", "")
     run, out = write_runs(scratch, say)["many"], scratch / "report.html"
-    argv = [sys.executable, "-m", "rollway.cli", "report", str(run), "--out", str(out)]
+    peak = scratch / "peak"
+    argv = [sys.executable, "-c", _REPORT, str(peak), "report", str(run), "--out", str(out)]
     began = time.monotonic()
-    pid = os.spawnv(os.P_NOWAIT, sys.executable, argv)
-    _, status, usage = os.wait4(pid, 0)
-    if status:
+    if subprocess.run(argv, check=False).returncode:
         raise RollwayError("`rollway report` failed.", "Its error is above.")
     figures.update(
         seconds=time.monotonic() - began,
-        mb=usage.ru_maxrss * 1024 / 1e6,
+        mb=int(peak.read_text()) * 1024 / 1e6,
         file_kb=out.stat().st_size / 1e3,
     )
     say(f"report: {figures['seconds']:.1f} s, {figures['mb']:.0f} MB")

@@ -223,7 +223,7 @@ def _name_device(device: Device) -> str:
 
 def _make_stack_fields(run: _Run) -> dict[str, Any]:
     log_dir = str(run.directory / "logs")
-    return {"name": run.options.name, "log_dir": log_dir, "models": [run.model], "observe": "on"}
+    return {"name": run.options.name, "log_dir": log_dir, "models": [run.model]}
 
 
 def _run_step(
