@@ -160,8 +160,15 @@ class Service:
         before = self._label_before
         # The call that set the label may have worked although its answer was lost.
         is_leaving = before is not None and label == leaving_label(before)
-        if label != self.label and not is_leaving:
-            raise AnotherProcess(f"{self.worker} is gone: another process has its address.")
+        if label == self.label or is_leaving:
+            return
+        if label is not None and label < 0:
+            # A process starts with no such label: this is the one, and an update that a cancelled
+            # refit sent has taken effect since.
+            raise AdminError(
+                f"{self.worker} took an update of an earlier refit meanwhile.", "Refit again."
+            )
+        raise AnotherProcess(f"{self.worker} is gone: another process has its address.")
 
 
 async def set_taints(

@@ -309,7 +309,7 @@ class RefitMachine(RuleBasedStateMachine):
 @contextmanager
 def machine(**options: Any) -> Iterator[RefitMachine]:
     refit_machine = RefitMachine()
-    refit_machine.begin(seed=1, **options)
+    refit_machine.begin(**{"seed": 1, **options})
     try:
         yield refit_machine
     finally:

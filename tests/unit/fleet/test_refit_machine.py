@@ -203,6 +203,23 @@ def test_a_lost_answer_to_an_order_costs_nothing() -> None:
         assert m.loop.run_until_complete(m.processes[0].refit(1)) == "done"
 
 
+def test_an_update_that_lands_after_its_refit_was_cancelled_is_no_death() -> None:
+    """The label of the worker changes in the middle of the next refit, as if another process had
+    its address. That refit must not return as if the worker were gone."""
+    with machine(seed=126, shape="pools", verifying=True, orders=True, replacing=True) as m:
+        m.refits_wrongly(i=0, weights="unfit")
+        m.joins(ready_after=0.0)
+        m.user_resumes(i=1)
+        m.hangs(index=3, seconds=0.1)
+        refit: dict[str, Any] = {"i": 0, "busy": True, "half": True, "seconds": 0.0}
+        m.refits(mode="in-flight", faults=[("version", 0, "before")], fuse=(32, "cancel"), **refit)
+        m.refits(mode="rolling", faults=[], fuse=None, **refit)
+        m.hangs(index=3, seconds=60.0)
+        m.frontend_restarts(times=1)
+        m.holds()
+        m.settles()
+
+
 def test_a_cancelled_refit_ends_an_order_that_waits_for_requests() -> None:
     with machine(verifying=True, staging=True, orders=True, count=1) as m:
         process, (worker,) = m.processes[0], m.world.workers.values()
