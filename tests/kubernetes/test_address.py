@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rollway.kubernetes.address import parse_target, reach_graph
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.gates import wait_until_ready
 from rollway.kubernetes.kinds import DGD
+from tests.conftest import Cli
 from tests.kubernetes.accounts import connect_as
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.dynamo_operator import DynamoOperator
@@ -50,6 +52,13 @@ def test_tokens_and_workers_come_through_the_proxy(
         scaled = admin.apply(DGD, make_graph(workers=3))
         wait_until_ready(admin, [scaled], timeout=LONG)
         wait_until(lambda: list(stack.fleet.read_versions().values()) == [1, 1, 1], LONG)
+
+
+def test_a_dashboard_shows_a_graph(graph: str, cli: Cli) -> None:
+    shown = cli("top", graph, "--json")
+    assert shown.returncode == 0, shown.stderr
+    sections = json.loads(shown.stdout)["sections"]
+    assert [row["state"] for row in sections["fleet"]] == ["serving", "serving"]
 
 
 async def test_the_forwarder_answers_only_those_who_know_its_secret(

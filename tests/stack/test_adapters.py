@@ -17,6 +17,8 @@ import rollway
 from rollway.errors import AdminError, RequestFailed, RolloutError, UsageError
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import Http
+from rollway.observe.read import Run
+from rollway.observe.series import Series
 from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
@@ -30,7 +32,7 @@ from rollway.weights.transports.shm import ShmPublisher
 from tests.stack.policies import ALPHA, RANK, Policy, write_adapter
 from tests.stack.prime_rl import GENERATE, PrimeServer, check_reply, distance, make_request
 from tests.stack.stacks import VLLM_ARGS
-from tests.waiting import wait_until_async
+from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -170,6 +172,15 @@ def test_one_name_of_prime_rl_is_the_newest_adapter(
     assert server.post(GENERATE, request)[0] == 404
 
 
+def read_metric(stack: rollway.Stack, name: str) -> dict[str, float]:
+    """Return the newest value of a metric in the record of the stack."""
+    assert stack.record_dir is not None
+    series = Series()
+    for entry in Run(stack.record_dir).read():
+        series.add(entry)
+    return series.values.get(name, {})
+
+
 def test_versions_of_an_adapter(
     stack: rollway.Stack, policies: list[Policy], tmp_path: Path
 ) -> None:
@@ -183,6 +194,7 @@ def test_versions_of_an_adapter(
         assert_answers(stack, first, base, adapter="style")
         offer = publisher.publish(2, newer.items())
         assert stack.fleet.load_adapter("style", 2, offer, CONFIG) == "style@2"
+    wait_until(lambda: read_metric(stack, "rollway_adapters") == {"adapter=style": 2})
     assert_answers(stack, second, first, adapter="style")
     assert_answers(stack, first, second, adapter="style@1")
     assert_answers(stack, base, second)

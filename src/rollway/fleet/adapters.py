@@ -63,6 +63,11 @@ class Adapters:
         """The full names of all loaded versions."""
         return [version.served for version in self._list_versions()]
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many versions of each adapter are loaded."""
+        return {name: len(versions) for name, versions in self._versions.items() if versions}
+
     def newest(self, name: str) -> str:
         """Return the full name of the newest version of an adapter; a full name stays as it is."""
         if "@" in name:

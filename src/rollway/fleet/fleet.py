@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -337,7 +337,8 @@ class Fleet:
             await asyncio.to_thread(check_checkpoint, path, roots=self._roots, whole=False)
         async with self._lock, self._guard():
             workers = await self.membership.list_answering()
-            return await self.adapters.load(workers, name, version, offer, config, keep)
+            with self._record_adapters():
+                return await self.adapters.load(workers, name, version, offer, config, keep)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; its running requests end first.
@@ -349,7 +350,8 @@ class Fleet:
             AdminError: a worker refused, or does not answer.
         """
         async with self._lock, self._guard():
-            await self.adapters.unload(await self.membership.list_answering(), name)
+            with self._record_adapters():
+                await self.adapters.unload(await self.membership.list_answering(), name)
 
     async def admit(self) -> RefitReport | None:
         """Bring workers that joined or restarted to the current version, while the others serve.
@@ -406,6 +408,15 @@ class Fleet:
                 current, served = self.versions.newest, self.versions.by_worker
                 ready = [w for w in listed if served.get(w.instance_id) == current]
                 await self.adapters.catch_up(ready)
+
+    @contextmanager
+    def _record_adapters(self) -> Iterator[None]:
+        """Record the adapters that are loaded after the block, also one that failed."""
+        try:
+            yield
+        finally:
+            if self.history is not None:
+                self.history.note_adapters(self.adapters.counts)
 
     @asynccontextmanager
     async def _wait_for_turn(self) -> AsyncIterator[None]:

@@ -77,6 +77,10 @@ class DriverHistory:
         )
         steps.note_paused(report.paused_seconds)
 
+    def note_adapters(self, counts: dict[str, int]) -> None:
+        """Record how many versions of each adapter the workers hold."""
+        self.recorder.write("adapters", versions=counts)
+
     def note_join(self, worker: Worker) -> None:
         self._note_worker("join", worker)
 

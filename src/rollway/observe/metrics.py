@@ -223,6 +223,8 @@ OWN = (
            ("version",), "mismatch"),
     Metric("rollway_mismatch_max", "gauge", "Largest difference of two log-probs.", "nats",
            ("version",), "mismatch"),
+    Metric("rollway_adapters", "gauge", "Versions of a LoRA adapter that the workers hold.",
+           "versions", ("adapter",), "adapters"),
     Metric("rollway_forks_total", "counter",
            "Conversations whose prompt did not extend the one before, by reason.", "forks",
            ("reason",), "forks"),

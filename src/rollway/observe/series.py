@@ -45,6 +45,11 @@ class Series:
                 key = make_labels_key(version=str(entry["version"]))
                 for name in ("k1", "k3", "max"):
                     self._set(f"rollway_mismatch_{name}", key, entry.get(name))
+            case "adapters":
+                self.values["rollway_adapters"] = {
+                    make_labels_key(adapter=name): count
+                    for name, count in entry["versions"].items()
+                }
             case "forks":
                 key = make_labels_key(reason=entry["reason"])
                 self._count("rollway_forks_total", key, entry["count"])

@@ -5,6 +5,7 @@
     refit     a refit has ended                  rollouts what was returned since the entry before
     sample    scraped metrics                    mismatch trainer against engine, of one version
     trainer   a step of the trainer has ended    forks, gateway    counts of a gateway
+    adapters  one was loaded or unloaded
 
 Instance ids are text: they exceed what a double holds.
 """
@@ -115,6 +116,12 @@ class Mismatch(TypedDict):
     tokens: NotRequired[int | None]
 
 
+class Adapters(TypedDict):
+    t: float
+    versions: dict[str, int]
+    """How many versions of each LoRA adapter the workers hold."""
+
+
 class Forks(TypedDict):
     t: float
     reason: str
@@ -159,6 +166,7 @@ SHAPES: dict[str, Any] = {
     "sample": Sample,
     "rollouts": Rollouts,
     "mismatch": Mismatch,
+    "adapters": Adapters,
     "forks": Forks,
     "gateway": Gateway,
     "trainer": Trainer,

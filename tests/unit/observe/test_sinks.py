@@ -53,6 +53,8 @@ def write_run(directory: Path) -> None:
     recorder.write("rollouts", **ROLLOUTS)
     recorder.write("mismatch", version=3, k3=1e-4)
     recorder.write("sample", values={"vllm:num_requests_running": {"worker=a": 2}})
+    recorder.write("adapters", versions={"old": 1})
+    recorder.write("adapters", versions={"math": 2})
     recorder.write("forks", reason="edited", count=2)
     recorder.write("gateway", sessions=3, turns=9)
     recorder.write("trainer", step=7, seconds=5.0, parts={"train": 4.0, "paused": 1.0})
@@ -71,6 +73,7 @@ def test_every_value_has_a_name_of_the_table(tmp_path: Path) -> None:
     values = read_values(tmp_path)
     assert set(values) <= set(list_names())
     assert values["rollway_version_spread"] == {"": 2.0}
+    assert values["rollway_adapters"] == {"adapter=math": 2}
     assert values["rollway_tokens_total"] == {"": 200}
     assert values["rollway_tokens_per_second"] == {"": 50.0}
     assert values["rollway_cached_share"] == {"": 0.5}
