@@ -18,9 +18,12 @@ _HINT = "Set ROLLWAY_HOME to a directory that only you can write."
 
 
 def make_directory(path: Path) -> Path:
-    """Create a directory with mode 0700, or tighten an existing one; refuse one of another user."""
+    """Create a directory with mode 0700, or tighten an existing one; refuse one of another user.
+    Directories above it that are missing are private, too."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for missing in [each for each in reversed(path.parents) if not each.exists()]:
+            missing.mkdir(mode=0o700, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise StartError(
