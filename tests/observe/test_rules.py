@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rollway.observe.export.prometheus import make_config, write_config, write_file
+from rollway.observe.export.prometheus import make_config, write_config
 from rollway.observe.export.rules import Bounds, make_rules
+from rollway.stack.targets import write_file
 from tests.observe.prometheus import needs_prometheus, run_promtool
 
 pytestmark = needs_prometheus

@@ -20,6 +20,7 @@ from rollway.observe.dash.access import Access
 from rollway.observe.dash.source import Source
 from rollway.observe.export import following, podmonitors, prometheus, rules
 from rollway.observe.export.grafana import make_dashboard
+from rollway.stack import targets
 from rollway.stack.ray import launcher
 
 
@@ -31,15 +32,15 @@ def export(options: argparse.Namespace) -> int:
             return _export_prometheus(options)
         case "grafana":
             content = json.dumps(make_dashboard(), indent=1) + "\n"
-            paths = [prometheus.write_file(options.out / "rollway.json", content)]
+            paths = [targets.write_file(options.out / "rollway.json", content)]
         case "alerts":
             content = yaml.safe_dump(_make_rules(options), sort_keys=False, width=1000)
-            paths = [prometheus.write_file(options.out / "rollway.rules.yml", content)]
+            paths = [targets.write_file(options.out / "rollway.rules.yml", content)]
         case _:
             monitors = podmonitors.make_podmonitors(options.name)
             objects = [*monitors, podmonitors.make_rule_object(_make_rules(options))]
             content = yaml.safe_dump_all(objects, sort_keys=False, width=1000)
-            paths = [prometheus.write_file(options.out / "podmonitors.yaml", content)]
+            paths = [targets.write_file(options.out / "podmonitors.yaml", content)]
     _show(options, paths)
     return 0
 
@@ -88,7 +89,7 @@ def _export_prometheus(options: argparse.Namespace) -> int:
 async def _write_once(name: str, directory: Path) -> Path:
     async with following.open_listing(name) as list_groups:
         path = following.get_targets_path(directory, _get_stack(name))
-        return prometheus.write_groups(path, await list_groups())
+        return targets.write_groups(path, await list_groups())
 
 
 def _get_stack(name: str) -> str:

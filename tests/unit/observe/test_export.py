@@ -17,15 +17,10 @@ from rollway.observe.export.expressions import list_families, list_unknown_names
 from rollway.observe.export.following import Follower, keep_newest_versions, serve
 from rollway.observe.export.grafana import list_expressions, make_dashboard
 from rollway.observe.export.podmonitors import make_podmonitors, make_rule_object
-from rollway.observe.export.prometheus import (
-    Group,
-    list_groups,
-    make_config,
-    write_groups,
-    write_token,
-)
+from rollway.observe.export.prometheus import make_config, write_token
 from rollway.observe.export.rules import make_rules, parse_bounds
 from rollway.stack.state import ProcessState, StackState
+from rollway.stack.targets import Group, list_groups, write_groups
 from tests.conftest import Cli
 
 ROOT = Path(__file__).parents[3]

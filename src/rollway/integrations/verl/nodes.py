@@ -3,7 +3,7 @@
 verl's workers hold the GPUs, so the stack reserves nothing. A replica whose workers are on several
 nodes has a part of its ranks on each.
 
-`open_proxy` gives each replica an address, `write_targets` gives Prometheus those of all metrics.
+`open_proxy` gives each replica an address.
 """
 
 from __future__ import annotations
@@ -11,16 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from urllib.parse import urlsplit
 
 from rollway.errors import UsageError
 from rollway.stack.ray.placement import Placement, RankPlace, ReplicaPlace
-from rollway.stack.state import StackState
 
 WorkerPlace = tuple[str, Sequence[str]]
 """The node of one of verl's workers, and its GPUs; none if Ray only counts them."""
@@ -109,18 +104,3 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
         writer.write_eof()
-
-
-def write_targets(path: Path, state: StackState) -> None:
-    """Write the frontend and every worker in the format of Prometheus' `file_sd_configs`."""
-    urls = [("frontend", state.frontend)]
-    urls += [(process.name, process.admin_url) for process in state.processes if process.admin_url]
-    targets = [
-        {"targets": [urlsplit(url).netloc], "labels": {"stack": state.name, "process": process}}
-        for process, url in urls
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Written elsewhere and renamed, so that Prometheus never reads half a file.
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(targets, indent=1) + "\n")
-    partial.replace(path)

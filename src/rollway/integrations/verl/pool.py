@@ -27,7 +27,7 @@ from rollway.config import StackSpec
 from rollway.errors import RolloutError, StackNotRunning, StartError, UsageError
 from rollway.integrations.verl import fallback, nodes
 from rollway.integrations.verl.generation import refuse_media
-from rollway.integrations.verl.nodes import open_proxy, write_targets
+from rollway.integrations.verl.nodes import open_proxy
 from rollway.integrations.verl.requests import Requests
 from rollway.integrations.verl.spec import (
     Affinity,
@@ -38,6 +38,7 @@ from rollway.integrations.verl.spec import (
     should_free_memory,
 )
 from rollway.integrations.verl.weights import PoolInfo, PoolWeights, UpdateReply, Versions
+from rollway.stack.targets import list_groups, write_groups
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports.choose import Destination
 
@@ -164,7 +165,7 @@ class Pool:
             return
         state = await asyncio.to_thread(self._get_serving().stack.read_state)
         if state is not None:
-            write_targets(directory / f"{self._name}.json", state)
+            write_groups(directory / f"{self._name}.json", list_groups(state))
 
     def _end(self, error: StackNotRunning) -> None:
         """Answer every later call with this error: the engines are gone for good."""

@@ -28,12 +28,13 @@ from rollway.observe.dash.open_run import find_state
 from rollway.observe.dash.server import listen
 from rollway.observe.dash.source import Source
 from rollway.observe.export import prometheus
-from rollway.observe.export.prometheus import PAGES, TARGETS, Group
+from rollway.observe.export.prometheus import PAGES, TARGETS
 from rollway.observe.metrics import parse_labels_key
 from rollway.observe.series import Series, Values
 from rollway.observe.sinks.prometheus import render_page
-from rollway.stack import local
+from rollway.stack import local, targets
 from rollway.stack.commands import WILDCARDS
+from rollway.stack.targets import Group
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ class Follower:
 
     def announce(self, url: str) -> None:
         """Tell Prometheus where Rollway's own page is."""
-        group = prometheus.make_group(url, stack=self._stack)
-        prometheus.write_groups(self._page, [group])
+        group = targets.make_group(url, stack=self._stack)
+        targets.write_groups(self._page, [group])
 
     def retract(self) -> None:
         """Remove the lists of targets."""
@@ -109,7 +110,7 @@ class Follower:
             return
         if groups != self._groups:
             self._groups = groups
-            await asyncio.to_thread(prometheus.write_groups, self._targets, groups)
+            await asyncio.to_thread(targets.write_groups, self._targets, groups)
 
 
 def get_targets_path(directory: Path, name: str) -> Path:
@@ -176,7 +177,7 @@ async def open_listing(name: str) -> AsyncIterator[ListGroups]:
             state = await asyncio.to_thread(find_state, name)
             if state is None or not state.is_supervised:
                 raise local.make_not_running_error(name)
-            return prometheus.list_groups(state)
+            return targets.list_groups(state)
 
         state = await asyncio.to_thread(find_state, name)
         is_near = state is not None and not state.ray_namespace

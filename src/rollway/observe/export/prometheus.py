@@ -11,26 +11,19 @@ until it leaves the stack: Prometheus shall see that it does not answer.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 
 from rollway.fleet.discovery import Worker
-from rollway.stack.state import StackState
+from rollway.stack.targets import Group, make_group, write_file
 
 JOBS = ("rollway", "rollway-stack")
 """The job of Rollway's own pages, and that of frontends and workers."""
 TARGETS, PAGES, TOKEN_FILE = "targets", "pages", "token"
-
-Group = dict[str, Any]
-"""Targets with the same labels, as file_sd has them."""
 
 
 def make_config(scrape_seconds: float, *, has_token: bool = False) -> dict[str, Any]:
@@ -55,19 +48,6 @@ def _read_lists(directory: str) -> list[dict[str, Any]]:
     return [{"files": [f"{directory}/*.json"], "refresh_interval": "30s"}]
 
 
-def list_groups(state: StackState) -> list[Group]:
-    """Return the frontend and the workers of a stack of Rollway."""
-    groups = []
-    if state.frontend:
-        groups.append(make_group(state.frontend, stack=state.name, process="frontend"))
-    for process in state.processes:
-        # Ranks of a replica but the first have no page.
-        if process.role == "worker" and process.admin_url and process.node_rank == 0:
-            labels = {"worker": process.name, "role": process.worker_role, "node": process.node}
-            groups.append(make_group(process.admin_url, stack=state.name, **labels))
-    return groups
-
-
 def list_attached_groups(stack: str, frontend: str, workers: Iterable[Worker]) -> list[Group]:
     """Return the frontend and the workers of a stack that Rollway did not start."""
     groups = [make_group(frontend, stack=stack, process="frontend")]
@@ -78,31 +58,8 @@ def list_attached_groups(stack: str, frontend: str, workers: Iterable[Worker]) -
     return groups
 
 
-def make_group(url: str, **labels: str) -> Group:
-    """Return one target; empty labels are left out."""
-    kept = {name: value for name, value in labels.items() if value}
-    return {"targets": [urlsplit(url).netloc], "labels": kept}
-
-
 def write_config(directory: Path, config: dict[str, Any]) -> Path:
     return write_file(directory / "prometheus.yml", yaml.safe_dump(config, sort_keys=False))
-
-
-def write_groups(path: Path, groups: list[Group]) -> Path:
-    return write_file(path, json.dumps(groups, indent=2) + "\n")
-
-
-def write_file(path: Path, content: str) -> Path:
-    """Replace a file as a whole. Others may read it: Prometheus runs as a user of its own."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        scratch.write_text(content)
-        scratch.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
-    return path
 
 
 def write_token(directory: Path, token: str) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rollway.integrations.verl.nodes import write_targets
 from rollway.stack.state import ProcessState, StackState
+from rollway.stack.targets import list_groups, write_groups
 
 
 def test_the_frontend_and_every_worker_are_targets(tmp_path: Path) -> None:
@@ -23,8 +23,8 @@ def test_the_frontend_and_every_worker_are_targets(tmp_path: Path) -> None:
         processes=[worker, service],
     )
     path = tmp_path / "not-yet" / "hybrid.json"
-    write_targets(path, state)
-    write_targets(path, state)
+    write_groups(path, list_groups(state))
+    write_groups(path, list_groups(state))
     assert json.loads(path.read_text()) == [
         {
             "targets": ["127.0.0.1:8000"],
@@ -32,7 +32,7 @@ def test_the_frontend_and_every_worker_are_targets(tmp_path: Path) -> None:
         },
         {
             "targets": ["127.0.0.1:9001"],
-            "labels": {"stack": "verl-hybrid-1", "process": "worker-0"},
+            "labels": {"stack": "verl-hybrid-1", "worker": "worker-0"},
         },
     ]
     assert list(path.parent.iterdir()) == [path]
