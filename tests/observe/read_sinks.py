@@ -35,6 +35,7 @@ def read_tensorboard(directory: Path) -> Points:
 def read_wandb(directory: Path) -> tuple[Points, dict[str, float]]:
     """Return the history of the offline run below a directory, by the trainer's step, and its
     summary."""
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = directory.rglob("*.wandb")
@@ -42,8 +43,14 @@ def read_wandb(directory: Path) -> tuple[Points, dict[str, float]]:
     def read_records() -> list[Any]:
         return [Record.FromString(data) for data in _read_frames(file.read_bytes())]
 
+    def has_ended() -> bool:
+        try:
+            return any(record.HasField("exit") for record in read_records())
+        except DecodeError:  # the last record is being written
+            return False
+
     # wandb's service writes the end of the file after `finish` has returned.
-    wait_until(lambda: any(record.HasField("exit") for record in read_records()), every=0.1)
+    wait_until(has_ended, every=0.1)
     points: Points = {}
     summary: dict[str, float] = {}
     for record in read_records():

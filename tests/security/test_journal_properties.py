@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rollway.errors import RollwayError
 from rollway.gateway import recorder as recorder_module
-from rollway.gateway.entries import _decode, encode
+from rollway.gateway.entries import decode, encode
 from rollway.gateway.journal import JournalFull
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.turns import Forgotten, Lost
@@ -44,7 +44,7 @@ class Known:
 def _decode_lines(lines: Iterable[bytes]) -> Iterator[Turn | Forgotten | Lost]:
     for line in lines:
         with contextlib.suppress(RollwayError, ValueError):
-            yield _decode(line)
+            yield decode(line)
 
 
 class JournalMachine(RuleBasedStateMachine):
