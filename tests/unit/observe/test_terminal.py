@@ -110,12 +110,18 @@ async def test_a_column_sorts_the_fleet(tmp_path: Path) -> None:
         table = app.query_one("#fleet-table", DataTable)
         columns = list(table.columns.values())
         place = [str(column.label) for column in columns].index("load")
+
+        def list_loads() -> list[str]:
+            return [str(table.get_row(key)[place]) for key in table.rows]
+
+        # Workers are recorded before their first sample.
+        await wait_until_async(lambda: all(map(str.isdecimal, list_loads())), 20.0, every=0.05)
         event = DataTable.HeaderSelected(table, columns[place].key, place, columns[place].label)
         await app.on_data_table_header_selected(event)
-        loads = [int(str(table.get_row(key)[place])) for key in table.rows]
+        loads = list(map(int, list_loads()))
         assert loads == sorted(loads)
         await app.on_data_table_header_selected(event)
-        loads = [int(str(table.get_row(key)[place])) for key in table.rows]
+        loads = list(map(int, list_loads()))
         assert loads == sorted(loads, reverse=True)
 
 
