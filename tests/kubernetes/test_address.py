@@ -54,11 +54,13 @@ def test_tokens_and_workers_come_through_the_proxy(
         wait_until(lambda: list(stack.fleet.read_versions().values()) == [1, 1, 1], LONG)
 
 
-def test_a_dashboard_shows_a_graph(graph: str, cli: Cli) -> None:
+def test_a_dashboard_shows_a_graph(graph: str, base_model: Path, cli: Cli) -> None:
+    with rollway.attach(graph, secret=SECRET) as stack:
+        stack.refit(1, base_model)
     shown = cli("top", graph, "--json")
     assert shown.returncode == 0, shown.stderr
-    sections = json.loads(shown.stdout)["sections"]
-    assert [row["state"] for row in sections["fleet"]] == ["serving", "serving"]
+    fleet = json.loads(shown.stdout)["sections"]["fleet"]
+    assert [(row["state"], row["version"]) for row in fleet] == [("serving", 1)] * 2
 
 
 async def test_the_forwarder_answers_only_those_who_know_its_secret(
