@@ -248,4 +248,4 @@ def test_a_failed_graph_is_shown_beside_the_others(admin: Cluster, dynamo: Dynam
         return read_gates(admin, admin.list(DGD)[0])
 
     wait_until(lambda: read()["first"].gate == "", LONG, every=1.0)
-    assert "image not found" in read()["second"].why
+    wait_until(lambda: "image not found" in read()["second"].why, LONG, every=1.0)
