@@ -139,7 +139,7 @@ def measure_report(scratch: Path, say: Say, figures: dict[str, Any]) -> None:
     peak = scratch / "peak"
     argv = [sys.executable, "-c", _REPORT, str(peak), "report", str(run), "--out", str(out)]
     began = time.monotonic()
-    if subprocess.run(argv, check=False).returncode:
+    if subprocess.run(argv, check=False, stdout=subprocess.DEVNULL).returncode:
         raise RollwayError("`rollway report` failed.", "Its error is above.")
     figures.update(
         seconds=time.monotonic() - began,
