@@ -84,8 +84,8 @@ def test_promtool_accepts_the_config_with_its_rules(tmp_path: Path) -> None:
     write_rules(tmp_path)
     write_config(tmp_path, make_config(5.0, has_token=True))
     write_file(tmp_path / "token", "secret")
-    said = run_promtool("check", "config", tmp_path / "prometheus.yml")
-    assert "10 rules found" in said
+    answer = run_promtool("check", "config", tmp_path / "prometheus.yml")
+    assert "10 rules found" in answer
 
 
 def test_every_alert_has_a_case() -> None:

@@ -117,9 +117,9 @@ def test_nats_carries_the_planes_of_two_nodes(
     spec = {**on_ray(base_model, "bus", 4), "request_plane": "nats", "event_plane": "nats"}
     with rollway.up(spec) as stack:
         assert count_keepers("bus") == 2
-        found = launcher.find("bus")
-        assert found is not None
-        assert "nats-server" in {process.name for process in found.state.processes}
+        running = launcher.find("bus")
+        assert running is not None
+        assert "nats-server" in {process.name for process in running.state.processes}
         assert stack.refit(1, policies[1].path).serving == 4
         group = stack.rollouts().generate(list(range(40, 100)), SHORT, n=8)
         assert worst(policies[1], group) < TOLERANCE

@@ -33,8 +33,8 @@ def write_day(directory: Path, workers: int, seconds: float = DAY_SECONDS) -> No
     began = time.time() - seconds
     fields: dict[str, Any] = {"stack": STACK, "run": RUN, "largest_bytes": LARGEST_BYTES}
     recorders: dict[str, Recorder] = {}
-    made = MadeRun(workers, step_seconds=STEP_SECONDS)
-    for number, (process, entry) in enumerate(_end(made.run(began, seconds), began + seconds)):
+    day = MadeRun(workers, step_seconds=STEP_SECONDS)
+    for number, (process, entry) in enumerate(_end(day.run(began, seconds), began + seconds)):
         process = "driver" if process == "driver" else "supervisor"
         if process not in recorders:
             recorders[process] = Recorder(directory, process, began=began, **fields)

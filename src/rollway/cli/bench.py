@@ -26,6 +26,19 @@ def _print_figures(
     print_result(options, figures, lambda result: print(to_text(result)))
 
 
+def _run_parts(
+    options: argparse.Namespace, bench: Any, parts: Sequence[str], to_text: Callable[[Any], str]
+) -> int:
+    """Run these parts; Ctrl-C prints what was measured until then."""
+    code = 0
+    try:
+        bench.run(parts)
+    except KeyboardInterrupt:
+        bench.figures["is_interrupted"], code = True, 130
+    _print_figures(options, bench.as_json(), to_text)
+    return code
+
+
 def _read_spec(options: argparse.Namespace) -> StackSpec | None:
     """Read the stack file, in which `path: demo` is the demo's model."""
     from rollway.demo.model import demo_path
@@ -257,13 +270,7 @@ def nemo_rl(options: argparse.Namespace) -> int:
     if set(parts) != {"bytes"}:
         require("torch", "transformers", "vllm", "dynamo")
     bench = NemoRlBench(_build_demo_model, print_progress, options.workers, options.tokens)
-    code = 0
-    try:
-        bench.run(parts)
-    except KeyboardInterrupt:
-        bench.figures["is_interrupted"], code = True, 130
-    _print_figures(options, bench.as_json(), format_figures)
-    return code
+    return _run_parts(options, bench, parts, format_figures)
 
 
 def observe(options: argparse.Namespace) -> int:
@@ -281,13 +288,7 @@ def observe(options: argparse.Namespace) -> int:
         options.tokens,
         has_traces=not options.no_traces,
     )
-    code = 0
-    try:
-        bench.run(parts)
-    except KeyboardInterrupt:
-        bench.figures["is_interrupted"], code = True, 130
-    _print_figures(options, bench.as_json(), format_figures)
-    return code
+    return _run_parts(options, bench, parts, format_figures)
 
 
 def gpu(options: argparse.Namespace) -> int:

@@ -83,7 +83,7 @@ class Rollouts(Sender):
         if n < 1:
             raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
         chosen = sampling or Sampling()
-        sample = self._sample if self.tracer is None else self._sample_traced
+        sample = self._sample if self.tracer is None else self._sample_in_span
         if n == 1:  # in the caller's task, so a cancelled call is either complete or has no token
             return [await sample(prompt, chosen, group, version, salt)]
         session = group or uuid.uuid4().hex
@@ -178,7 +178,7 @@ class Rollouts(Sender):
         self._count(rollout, trajectory, began)
         yield rollout
 
-    async def _sample_traced(
+    async def _sample_in_span(
         self,
         prompt: list[int],
         sampling: Sampling,

@@ -103,8 +103,9 @@ class Sender:
         return Attempt(session, Trouble(self._patience), pins, span)
 
     def _make_headers(self, session: str | None, span: Span | None = None) -> dict[str, str]:
-        has_session = session is not None and time.monotonic() >= self._full_until
-        headers = {SESSION_HEADER: session} if session is not None and has_session else {}
+        headers = {}
+        if session is not None and time.monotonic() >= self._full_until:
+            headers[SESSION_HEADER] = session
         if span is not None:
             headers[HEADER] = span.header
         return headers
