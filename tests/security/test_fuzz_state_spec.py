@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollway import processes
@@ -103,6 +103,7 @@ PROCESS_FIELDS = sorted(ProcessState.__dataclass_fields__)
     st.dictionaries(st.sampled_from(STATE_FIELDS), trees, max_size=3),
     st.dictionaries(st.sampled_from(PROCESS_FIELDS), trees, max_size=2),
 )
+@example({"ray_namespace": "rollway"}, {})
 def test_any_values_in_the_fields_of_a_state(fields: dict[str, Any], inner: dict[str, Any]) -> None:
     record = valid_state()
     record["processes"][0].update(inner)

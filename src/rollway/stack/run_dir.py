@@ -78,6 +78,8 @@ def validate_state(state: StackState, name: str) -> None:
     error = {"error": "", "message": "", "hint": ""} if state.error is None else state.error
     for is_valid, problem in (
         (state.name == name, "it is that of a stack of another name"),
+        # A stack on Ray has its state at its Head. In a file it would count as alive for ever.
+        (not state.ray_namespace, "it is that of a stack on Ray"),
         (RUN_ID.fullmatch(state.run_id), "its run id is not valid"),
         (is_plain_path, "its run directory is not a plain absolute path"),
         (
