@@ -82,6 +82,28 @@ def test_a_driver_that_dies_during_the_start_leaves_nothing(
     two_nodes: Cluster, base_model: Path, footprint: Footprint, how: int, after: int
 ) -> None:
     """After so many reports of progress: before the keepers, with them, with the first part."""
+    kill_at_report(base_model, after, how)
+    assert settle() == {}
+    assert footprint.settle() == {}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_driver_that_is_killed_at_any_step_of_the_start_leaves_nothing(
+    two_nodes: Cluster, base_model: Path, footprint: Footprint
+) -> None:
+    """At each report of progress in turn, until a start is ready before it."""
+    after = 0
+    while kill_at_report(base_model, after, signal.SIGKILL):
+        assert settle() == {}, f"killed after {after} reports"
+        after += 1
+    assert after > 6
+    assert settle() == {}
+    assert footprint.settle() == {}
+
+
+def kill_at_report(base_model: Path, after: int, how: int) -> bool:
+    """Kill a driver after so many reports of its start; return whether it was still starting."""
     driver = spawn_driver(DRIVER, json.dumps(on_ray(base_model, "early", 2)))
     assert driver.stdout is not None
     lines = 0
@@ -89,8 +111,7 @@ def test_a_driver_that_dies_during_the_start_leaves_nothing(
         lines += 1
     driver.send_signal(how)
     driver.wait()
-    assert settle() == {}
-    assert footprint.settle() == {}
+    return lines > after
 
 
 def test_a_name_is_used_once_and_free_after_a_stop(
