@@ -37,6 +37,8 @@ class Ticket:
     epoch: int
     stamped: bool = False
     """Whether the worker is asked to name the versions of the tokens in its answer."""
+    learned: int = 0
+    """How much this process had learned about its workers: see `FleetVersions.knew`."""
 
     def add_salt(self, salt: str) -> str | None:
         """Return the cache salt of a request that has one of its own. An engine reads the version
@@ -78,8 +80,10 @@ class FleetVersions:
         self.changing = 0
         """The number of refits under way."""
         self._identities: dict[int, str] = {}
-        self._issued: dict[int, tuple[int, int | None]] = {}
-        """The epoch of the last update to each worker, and the version that it served before."""
+        self._learned = 0
+        """How often this process has learned that a worker serves a version."""
+        self._since: dict[int, dict[int, int]] = {}
+        """For each worker and the last two versions that it served, `_learned` at that time."""
         self._entered: dict[int, int] = {}
         """The version that each worker was last resumed with by this process."""
         self._enforced: set[int] = set()
@@ -171,7 +175,7 @@ class FleetVersions:
         """Note that an update is about to be sent: what the worker serves is unknown from now on,
         until `mark_serving`."""
         self.epoch += 1
-        self._issued[worker] = self.epoch, self.by_worker.pop(worker, None)
+        self.by_worker.pop(worker, None)
 
     def mark_entered(self, worker: int, version: int) -> None:
         """Note that a worker is about to generate again. Call this before the resume: from the
@@ -191,6 +195,7 @@ class FleetVersions:
         """Note that a worker is in service with a version."""
         self.by_worker[worker] = version
         self._asleep.discard(worker)
+        self._note_known(worker, version)
 
     def mark_asleep(self, worker: int) -> None:
         """Note that a worker sleeps: it serves no version until it is woken or refitted."""
@@ -207,6 +212,8 @@ class FleetVersions:
         refit by another process) becomes the current one; an older one (all workers restarted)
         does not."""
         self.by_worker, self._asleep = dict(declared), set(asleep)
+        for worker, version in declared.items():
+            self._note_known(worker, version)
         newest = max(filter(self.is_served, declared.values()), default=None)
         if newest is not None:
             self.note_served(newest)
@@ -225,7 +232,7 @@ class FleetVersions:
             raise self._make_unserved_error(wanted)
         taint = taint_of(wanted) if self.tainted else None
         stamped = any(worker in self._enforced for worker in self.by_worker)
-        return Ticket(wanted, taint, f"v{wanted}", self.epoch, stamped)
+        return Ticket(wanted, taint, f"v{wanted}", self.epoch, stamped, self._learned)
 
     def _make_unserved_error(self, version: int) -> RolloutError:
         if self._asleep:
@@ -245,25 +252,39 @@ class FleetVersions:
         all workers."""
         if ticket.version is None:
             return True
+        if not all(self.knew(ticket, w) for w in (self.by_worker if worker is None else (worker,))):
+            return False
         if ticket.taint is not None:
             # The router sends the request only to workers on the version, and a refit aborts what
             # is still queued. But a stalled router may deliver after that abort: the answer
             # counts only if the worker was not resumed with newer weights meanwhile.
             newest = max(self._entered.values(), default=ticket.version)
             entered = newest if worker is None else self._entered.get(worker, ticket.version)
-            return entered <= ticket.version and not self._has_joined(ticket, worker)
+            return entered <= ticket.version
         # Without taints any worker may have answered at any time: it must have had the version
         # throughout, which holds if no update was issued since the ticket.
         versions = self.by_worker.values() if worker is None else [self.by_worker.get(worker)]
         return self.epoch == ticket.epoch and set(versions) == {ticket.version}
 
-    def _has_joined(self, ticket: Ticket, worker: int | None) -> bool:
-        """Return whether a worker was moved since the ticket, and had another version before.
+    def knew(self, ticket: Ticket, worker: int) -> bool:
+        """Return whether this process knew, when it issued the ticket, that the worker served its
+        version.
 
-        A router that does not know the taints of a new worker yet may have sent it the request: to
-        the weights that it started with, which no label shows any more."""
-        return any(
-            epoch > ticket.epoch and before != ticket.version
-            for each, (epoch, before) in self._issued.items()
-            if worker in (None, each)
-        )
+        A router sends requests to a worker that has just joined before it knows its taints. Such an
+        answer is of the weights that the worker started with. By the time of the answer the worker
+        may have the version, and then no label shows what it had before."""
+        assert ticket.version is not None
+        since = self._since.get(worker, {}).get(ticket.version)
+        return since is not None and since <= ticket.learned
+
+    def has_met(self, worker: int) -> bool:
+        """Return whether a version of this worker was ever known."""
+        return worker in self._since
+
+    def _note_known(self, worker: int, version: int) -> None:
+        since = self._since.setdefault(worker, {})
+        if version not in since:
+            self._learned += 1
+            since[version] = self._learned
+            if len(since) > 2:
+                del since[min(since)]

@@ -83,12 +83,12 @@ class Labels:
         """Return whether the worker that has just answered still serves the ticket's version; with
         `instance` None, whether all workers do."""
         # `FleetVersions.attributes_to` covers refits by this process, this covers refits by others.
-        # Versions only go up, so a worker whose label is still the ticket's version *after* the
-        # answer has served nothing else in between.
+        # Versions only go up, so a worker that served the ticket's version before the request, and
+        # whose label is still that version *after* the answer, has served nothing else in between.
         assert ticket.version is not None
         accepted = {ticket.version}
         if ticket.taint is not None:
-            if self._record is not None:
+            if self._record is not None and instance is not None:
                 # Every process records its claim before it touches a worker. If the newest claim
                 # is not above the ticket's version, nobody has begun, and no question is needed.
                 # During a refit of this process the newest claim is its own, so the claim from
@@ -101,15 +101,16 @@ class Labels:
             # left service after that version and has not generated since, or has loaded these
             # very weights and not entered service.
             accepted |= {leaving_label(ticket.version), unverified_label(ticket.version)}
-        # Without taints any worker may have answered, even one that joined a moment ago and is
-        # missing from a recent listing.
-        may_be_new = instance is None and ticket.taint is None
         try:
+            # Any worker may have given an answer without a name, even one that joined a moment ago
+            # and is missing from a recent listing.
             candidates = [
                 worker
-                for worker in await self._membership.workers(fresh=may_be_new)
+                for worker in await self._membership.workers(fresh=instance is None)
                 if instance in (None, worker.instance_id) and worker.error is None
             ]
+            if not all(self._versions.knew(ticket, worker.instance_id) for worker in candidates):
+                return False
             labels = [await self._read_label_from_now(worker) for worker in candidates]
         except RollwayError:
             return False  # without an answer nothing is known, and the rollout is repeated

@@ -223,8 +223,15 @@ class Sender:
         if worker is None and ticket.taint is None and self.wire.routed:
             return False  # it migrated, and without a taint possibly to a worker of another version
         if not self._versions.attributes_to(ticket, worker):
+            if worker is not None and not self._versions.has_met(worker):
+                await self._refresh_workers()  # another process may have admitted it
             return False
-        return self._still_serves is None or await self._still_serves(ticket, worker)
+        if self._still_serves is None:
+            return True
+        # An update may have been issued while the worker was asked.
+        return await self._still_serves(ticket, worker) and self._versions.attributes_to(
+            ticket, worker
+        )
 
     async def _refresh_workers(self, *, now: bool = False) -> None:
         if self._refresh is not None:

@@ -37,6 +37,7 @@ class RefitMachine(RuleBasedStateMachine):
         count=st.integers(1, 3),
         replacing=st.booleans(),
         answer_seconds=st.sampled_from([0.0, 1.0]),
+        unknown_seconds=st.sampled_from([0.0, 0.05, 3.0]),
     )
     def begin(
         self,
@@ -48,6 +49,7 @@ class RefitMachine(RuleBasedStateMachine):
         count: int = 2,
         replacing: bool = False,
         answer_seconds: float = 0.0,
+        unknown_seconds: float = 0.0,
     ) -> None:
         self.loop, self.patch = SimLoop(), pytest.MonkeyPatch()
         # A worker of one role does not answer canaries, so it must compare its parameters.
@@ -57,6 +59,7 @@ class RefitMachine(RuleBasedStateMachine):
         )
         self.world.install(self.patch)
         self.world.answer_seconds = answer_seconds
+        self.world.unknown_seconds = unknown_seconds
         self.replacing = replacing and self.world.supervised
         self.tried = 0
         for _ in range(count + self.world.pools):

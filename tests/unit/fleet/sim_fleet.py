@@ -143,10 +143,13 @@ class SimWorker:
         self.taints: tuple[str, ...] = ()
         self.routed: tuple[str, ...] = ()
         """The taints that the router has received."""
+        self.routed_after = world.now + world.unknown_seconds
+        """Until then the router does not know that the worker has taints, or lacks some."""
         self.lag = rng.choice([0.0, 0.01, 0.03])
         self.load_seconds = rng.choice([0.02, 0.4, 3.0])
-        # An engine that cannot drop its cache. Without taints to separate requests, it must.
-        self.sticky = world.supervised and rng.random() < 0.3
+        # An engine that cannot drop its cache. Without taints to separate requests, it must; the salt
+        # separates versions, and not what a router sent before it knew the worker.
+        self.sticky = world.supervised and rng.random() < 0.3 and not world.unknown_seconds
         self.alive, self.paused, self.frozen = True, False, False
         self.died_at = self.hung_at = float("-inf")
         self.cache: dict[str | None, str] = {}
@@ -352,6 +355,10 @@ class SimWorker:
         if version >= 0:
             self.issued_by = None  # the caller has verified it
 
+    def is_routed(self, required: Sequence[str]) -> bool:
+        """Return whether the router may send it a request that requires these taints."""
+        return self.world.now < self.routed_after or {*required} <= {*self.routed}
+
     def set_taints(self, taints: Sequence[str]) -> None:
         if not self.world.tainting:
             return  # an order also works where no router knows taints
@@ -539,6 +546,8 @@ class World:
         """Whether the engines were started with sleep mode."""
         self.stalling = {"prefill": 0.05, "decode": 0.05}
         """Which part of the requests a router delivers late, with prefill and decode apart."""
+        self.unknown_seconds = 0.0
+        """How long the router may send anything to a worker that has just joined."""
         self.answer_seconds = 0.0
         """How long an answer takes from its worker to the client."""
 
@@ -645,7 +654,7 @@ class World:
     ) -> tuple[SimWorker, str]:
         while True:
             alive = [w for w in self.workers.values() if w.alive]
-            candidates = [w for w in alive if {*taints} <= {*w.routed}]
+            candidates = [w for w in alive if w.is_routed(taints)]
             if pin is not None:
                 candidates = [w for w in alive if w.instance_id == pin]
             if not candidates or (pin is not None and request.moved):
@@ -678,7 +687,7 @@ class World:
     async def _choose(self, role: str, taints: list[str]) -> SimWorker:
         """Choose a worker; a router that stalls delivers to it later."""
         workers = [w for w in self.workers.values() if w.alive and w.role == role]
-        candidates = [w for w in workers if {*taints} <= {*w.routed}]
+        candidates = [w for w in workers if w.is_routed(taints)]
         if not candidates:
             raise RequestFailed(f"no {role} worker", status=500)
         worker = self.rng.choice(candidates)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rollway.versions import FleetVersions
 from tests.unit.fleet.refit_machine import RefitMachine, machine
 from tests.unit.fleet.sim_fleet import SimWorker
@@ -85,7 +87,7 @@ def test_an_answer_to_a_request_from_before_the_admission_does_not_count() -> No
     versions.mark_serving(1, 1)
     versions.note_served(1)
     early = versions.ticket()
-    assert versions.attributes_to(early, 2)  # nobody moved it; its label decides
+    assert not versions.attributes_to(early, 2)  # nobody knows what it serves
     versions.mark_issued(2)
     assert not versions.attributes_to(early, 2)
     versions.mark_entered(2, 1)
@@ -99,3 +101,25 @@ def test_an_answer_to_a_request_from_before_the_admission_does_not_count() -> No
     assert versions.attributes_to(late, 1)
     versions.mark_entered(1, 2)
     assert not versions.attributes_to(late, 1)
+
+
+@pytest.mark.parametrize("shape", ["stack", "attached", "untainted", "pools"])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_token_of_a_joiner_counts_for_a_version_that_it_had_not(shape: str, seed: int) -> None:
+    """The router sends to a worker whose taints it does not know yet; its answers come before it is
+    admitted, while it is, and after."""
+    options = {"shape": shape, "seed": seed, "unknown_seconds": 3.0}
+    with machine(verifying=True, **options) as m:
+        process = m.processes[0]
+        assert m.loop.run_until_complete(process.refit(1)) == "done"
+        m.tried = 1
+        for load_seconds in (0.02, 0.1, 0.4):
+            for sampler in m.processes:
+                sampler.start(sampler.traffic(150, 8), sampler.sampling)
+            m.advance(0.1)
+            m.world.join().load_seconds = load_seconds
+            m.advance(0.2)
+            assert m.loop.run_until_complete(process.admit()) == "done"
+            m.advance(3.0)
+            m.holds()
+        m.settles()
