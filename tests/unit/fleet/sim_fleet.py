@@ -147,8 +147,8 @@ class SimWorker:
         """Until then the router does not know that the worker has taints, or lacks some."""
         self.lag = rng.choice([0.0, 0.01, 0.03])
         self.load_seconds = rng.choice([0.02, 0.4, 3.0])
-        # An engine that cannot drop its cache. Without taints to separate requests, it must; the salt
-        # separates versions, and not what a router sent before it knew the worker.
+        # An engine that cannot drop its cache. Without taints to separate requests, it must; the
+        # salt separates versions, and not what a router sent before it knew the worker.
         self.sticky = world.supervised and rng.random() < 0.3 and not world.unknown_seconds
         self.alive, self.paused, self.frozen = True, False, False
         self.died_at = self.hung_at = float("-inf")
