@@ -28,7 +28,7 @@ from rollway.rollout.client import Rollouts
 from rollway.rollout.sender import ClientOptions, Sender
 from rollway.rollout.teacher import Teacher
 from rollway.rollout.wire import get_wire
-from rollway.stack.local import LocalAccess, StackAccess
+from rollway.stack.access import LocalAccess, StackAccess
 from rollway.stack.state import (
     StackState,
     choose_attached_dir,

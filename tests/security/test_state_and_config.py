@@ -19,8 +19,9 @@ from rollway.config import load_spec
 from rollway.errors import SpecError, StackNotRunning, StateUnreadable, UsageError
 from rollway.processes import ProcessId
 from rollway.stack import local
+from rollway.stack.access import WeightsFile
 from rollway.stack.locks import NamedLock
-from rollway.stack.state import StackDir, StackState, WeightsFile, list_stacks
+from rollway.stack.state import StackDir, StackState, list_stacks
 from tests.children import start_child
 from tests.conftest import Footprint
 from tests.waiting import wait_until
