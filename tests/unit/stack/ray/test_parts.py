@@ -48,7 +48,7 @@ def make_parts(**fields: Any) -> tuple[Parts, dict[str, Keeper]]:
     parts.addresses = {"one": "10.0.0.1", "two": "10.0.0.2"}
     parts._is_spread = True
     keepers = {"one": Keeper(), "two": Keeper()}
-    parts.record.keepers = dict(keepers)
+    parts.keepers = dict(keepers)
     return parts, keepers
 
 
@@ -76,7 +76,8 @@ async def test_each_node_has_one_part_for_its_whole_replicas() -> None:
 async def test_ranks_of_a_replica_over_nodes_are_parts_of_their_own_and_meet() -> None:
     parts, keepers = make_parts()
     place = ReplicaPlace("m", 0, "", (RankPlace("one", 0, 1, 1), RankPlace("two", 1, 1, 1)))
-    parts._gpus = {(parts.name_group(place), 0): ["3"], (parts.name_group(place), 1): ["5"]}
+    group = parts.groups.name(place)
+    parts.groups._gpus = {(group, 0): ["3"], (group, 1): ["5"]}
     all_parts = parts._divide([place], services="one")
     assert [part.shares_replica for part in all_parts] == [False, True, True]
     for part in all_parts:
