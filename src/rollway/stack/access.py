@@ -168,7 +168,7 @@ class WeightsFile:
         return record.version, Path(record.path)
 
     def claim(self, version: int, identity: str) -> None:
-        """Record which weights a version names, for good.
+        """Record permanently which weights a version names.
 
         A version that cannot be recorded must not be served: other processes learn from this file
         that the weights are about to change."""

@@ -93,7 +93,7 @@ def find_head(stack: str, namespace: str | None = None) -> Any:
 
 
 def is_alive(actor: Any) -> bool:
-    """Return whether an actor runs, for all that this process knows."""
+    """Return whether an actor runs, as far as this process can tell."""
     import ray
 
     try:
@@ -122,7 +122,7 @@ async def outlast(call: Callable[[], Any], seconds: float = math.inf) -> Any:
 
 
 async def get_result(ref: Any) -> Any:
-    """Await the result of a call. asyncio takes coroutines, and a ref of Ray's is none."""
+    """Await the result of a call. asyncio accepts coroutines, and a Ray ref is not one."""
     return await ref
 
 
@@ -166,7 +166,7 @@ def wait_until_free(groups: Collection[str]) -> None:
     """Wait until Ray shows the resources of removed groups as free.
 
     Ray forgets a group at once, but each node reports what it has freed up to 0.1 s later. A stack
-    that is started again before that would be refused for want of GPUs."""
+    that is started again before that would be refused, because its GPUs seem to be in use."""
     deadline = time.monotonic() + _REPORT_SECONDS
     while groups and _are_held(groups) and time.monotonic() < deadline:
         time.sleep(_REPORT_POLL_SECONDS)
@@ -176,7 +176,8 @@ def _are_held(groups: Collection[str]) -> bool:
     """Return whether a node still reports resources of these groups, as `GPU_group_0_<group>`."""
     from ray._private.state import available_resources_per_node
 
-    names = (name for held in available_resources_per_node().values() for name in held)
+    nodes = available_resources_per_node().values()
+    names = (name for resources in nodes for name in resources)
     return any(name.rpartition("_")[2] in groups for name in names)
 
 

@@ -215,8 +215,8 @@ class Head:
         return list(self._events.entries)
 
     async def read_secret(self) -> str:
-        """Return the secret that signs orders and offers. Who may call this may run code on the
-        cluster."""
+        """Return the secret that signs orders and offers. Every caller may run code on
+        the cluster anyway."""
         return self._secret
 
     async def replace_worker(self, worker: Worker) -> bool:

@@ -95,7 +95,7 @@ class Healing:
         task.add_done_callback(end)
 
     async def _watch_part(self, part: Part) -> None:
-        """Wait for the end of a part, which nobody has asked for; then heal the stack."""
+        """Wait until a part ends without being stopped; then heal the stack."""
         import ray
 
         where = part.describe(self.parts.addresses)
