@@ -18,7 +18,6 @@ import importlib
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,12 +170,14 @@ def attach(
         with rollway.attach("http://10.0.0.5:8000") as stack:
             stack.refit(3, "/checkpoints/step-3")
     """
-    options = _AttachOptions(rl_url, watch, timeouts, listing, secret, record)
     if target.startswith("dgd://"):
-        return Opening(partial(_attach_graph, target, options))
+        return Opening(
+            partial(_attach_graph, target, rl_url, watch, timeouts, listing, secret, record)
+        )
     if "://" not in target and (stack := _find_on_ray(target)) is not None:
-        return Opening(partial(_attach_on_ray, stack, options))
-    return Opening(partial(_attach, *_find_addresses(target, rl_url), options))
+        return Opening(partial(_attach_on_ray, stack, watch, timeouts))
+    addresses = _find_addresses(target, rl_url)
+    return Opening(partial(_attach, *addresses, watch, timeouts, listing, secret, record))
 
 
 def make_spec(
@@ -232,15 +233,10 @@ async def _start(
     else:
         state = running.state
         stack = Stack(http, state.frontend, state.rl, state.models, state.name, Path(state.run_dir))
-    # The process that started the frontend brings joining workers up to date.
-    return await _follow(stack, cleanup, watch=spec.join is None)
-
-
-async def _follow(stack: Stack, cleanup: AsyncExitStack, *, watch: bool) -> Stack:
-    """Learn the versions of the workers; with `watch`, notice joins until the cleanup."""
     cleanup.callback(stack.close_history)
     cleanup.push_async_callback(stack.unwatch)
-    await stack.learn(watch=watch)
+    # The process that started the frontend brings joining workers up to date.
+    await stack.learn(watch=spec.join is None)
     return stack
 
 
@@ -300,18 +296,6 @@ async def _start_processes(
 # --- attach --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _AttachOptions:
-    """The options of `attach`, which describes them."""
-
-    rl_url: str | None
-    watch: bool
-    timeouts: AdminTimeouts | None
-    listing: Source | None
-    secret: str | None
-    record: bool
-
-
 def _find_on_ray(name: str) -> RayStack | None:
     """Return the stack of the Ray cluster with this name, unless one of this machine has it."""
     if "/" not in name:
@@ -322,23 +306,45 @@ def _find_on_ray(name: str) -> RayStack | None:
 
 
 async def _attach_on_ray(
-    running: RayStack, options: _AttachOptions, cleanup: AsyncExitStack
+    running: RayStack, watch: bool, timeouts: AdminTimeouts | None, cleanup: AsyncExitStack
 ) -> Stack:
     cleanup.callback(running.close)
     http = await cleanup.enter_async_context(WatchedHttp())
-    stack = _open_on_ray(http, running, options.timeouts, cleanup)
-    return await _follow(stack, cleanup, watch=options.watch)
+    stack = _open_on_ray(http, running, timeouts, cleanup)
+    cleanup.callback(stack.close_history)
+    cleanup.push_async_callback(stack.unwatch)
+    await stack.learn(watch=watch)
+    return stack
 
 
-async def _attach_graph(target: str, options: _AttachOptions, cleanup: AsyncExitStack) -> Stack:
+async def _attach_graph(
+    target: str,
+    rl_url: str | None,
+    watch: bool,
+    timeouts: AdminTimeouts | None,
+    listing: Source | None,
+    secret: str | None,
+    record: bool,
+    cleanup: AsyncExitStack,
+) -> Stack:
     # By its name: that package is above this module, and needs an extra.
     address = importlib.import_module("rollway.kubernetes.address")
     frontend, listed_at = await cleanup.enter_async_context(address.reach_graph(target))
-    return await _attach(frontend, options.rl_url or listed_at, "", options, cleanup)
+    return await _attach(
+        frontend, rl_url or listed_at, "", watch, timeouts, listing, secret, record, cleanup
+    )
 
 
 async def _attach(
-    frontend: str, rl_url: str, name: str, options: _AttachOptions, cleanup: AsyncExitStack
+    frontend: str,
+    rl_url: str,
+    name: str,
+    watch: bool,
+    timeouts: AdminTimeouts | None,
+    listing: Source | None,
+    secret: str | None,
+    record: bool,
+    cleanup: AsyncExitStack,
 ) -> Stack:
     http = await cleanup.enter_async_context(Http())
     models, plain_vllm = await _list_models(http, frontend)
@@ -356,13 +362,16 @@ async def _attach(
         rl_url,
         models,
         name,
-        timeouts=options.timeouts,
+        timeouts=timeouts,
         plain_vllm=plain_vllm,
-        listing=options.listing,
-        secret=options.secret,
-        record=options.record,
+        listing=listing,
+        secret=secret,
+        record=record,
     )
-    return await _follow(stack, cleanup, watch=options.watch)
+    cleanup.callback(stack.close_history)
+    cleanup.push_async_callback(stack.unwatch)
+    await stack.learn(watch=watch)
+    return stack
 
 
 async def _list_models(http: Http, frontend: str) -> tuple[list[str], bool]:
