@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,28 @@ def start_child(code: str, *arguments: str, **options: Any) -> tuple[subprocess.
     )
     assert child.stdout is not None
     return child, child.stdout.readline().rstrip("\n")
+
+
+class JsonChild:
+    """A child that answers each line of JSON on its stdin with one on its stdout."""
+
+    def __init__(self, code: str, *arguments: str, **options: Any) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+
+    def ask(self, question: Any) -> Any:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def end(self) -> None:
+        self._process.communicate(timeout=60)
 
 
 def make_dead_writer_mark() -> str:

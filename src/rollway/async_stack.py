@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
-from weakref import WeakKeyDictionary
 
 from rollway.config import AdminTimeouts
 from rollway.errors import NoWorkers, RequestFailed, RollwayError, Unreachable, UsageError
@@ -23,19 +22,19 @@ from rollway.http import Http
 from rollway.observe.record import Recorder as RunRecorder
 from rollway.observe.traces import open_tracer
 from rollway.orders import read_stack_secret
-from rollway.publishing import AsyncPublisher, PublisherOptions, Transport, open_for_stack
+from rollway.publishing import (
+    AsyncPublisher,
+    OpenPublishers,
+    PublisherOptions,
+    Transport,
+    open_for_stack,
+)
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sender import ClientOptions, Sender
 from rollway.rollout.teacher import Teacher
 from rollway.rollout.wire import get_wire
-from rollway.stack.local import LocalAccess, StackAccess
-from rollway.stack.state import (
-    StackState,
-    choose_attached_dir,
-    find_record_dir,
-    list_stacks,
-)
-from rollway.weights.offer import Offer
+from rollway.stack.access import LocalAccess, StackAccess
+from rollway.stack.state import StackState, choose_attached_dir, find_record_dir, list_stacks
 from rollway.weights.transports.base import Publisher
 
 S = TypeVar("S", bound=Sender)
@@ -83,23 +82,20 @@ class Stack:
         for fleet in self._fleets.values():
             fleet.history, fleet.tracer = self._history, self.tracer
         self._watchers: list[asyncio.Task[None]] = []
-        self._publishers: WeakKeyDictionary[Publisher, str] = WeakKeyDictionary()
+        self._publishers = OpenPublishers()
 
     def _make_fleet(self, model: str) -> Fleet:
         """Make the fleet of a model; a stack of Rollway adds its lock, spec and supervisors."""
         if self._plain_vllm:
-            return Fleet(
-                self._http,
-                StaticList((self.frontend_url,), model),
-                model=model,
-                admin=VllmAdmin(self._http, self._timeouts),
-            )
+            listed = StaticList((self.frontend_url,), model)
+            admin = VllmAdmin(self._http, self._timeouts)
+            return Fleet(self._http, listed, model=model, admin=admin)
         canary = make_canary(self._http, self.frontend_url, model)
-        source, access, state = self._listing, self._access, self.read_state()
+        access, state = self._access, self.read_state()
         if access is None or state is None:
             return Fleet(
                 self._http,
-                source,
+                self._listing,
                 model=model,
                 canary=canary,
                 timeouts=self._timeouts,
@@ -107,7 +103,7 @@ class Stack:
             )
         fleet = Fleet(
             self._http,
-            source,
+            self._listing,
             model=model,
             timeouts=self._timeouts or AdminTimeouts(**state.timeouts),
             roots=[Path(root) for root in state.checkpoint_roots],
@@ -310,7 +306,7 @@ class Stack:
             count_receivers=count_receivers,
             run_dir=self.run_dir,
         )
-        self._publishers[publisher] = model
+        self._publishers.add(publisher, model)
         return publisher
 
     async def count_receivers(self, model: str | None = None) -> int:
@@ -356,18 +352,10 @@ class Stack:
             report = stack.refit(step, weights.publish(step, model.named_parameters()))
         """
         model = self._find_model(model)
-        sending = self._find_sending_publisher(update, model)
-        try:
-            report = await self._fleets[model].refit(
+        async with self._publishers.complete(version, update, model):
+            return await self._fleets[model].refit(
                 version, update, mode=mode, share=share, expected=expected, allow_cast=allow_cast
             )
-        except BaseException:
-            if sending is not None:
-                sending.cancel()
-            raise
-        if sending is not None:
-            await asyncio.to_thread(sending.wait, version)
-        return report
 
     async def sleep(
         self, level: int = 1, mode: Literal["wait", "abort"] = "wait", *, model: str | None = None
@@ -414,21 +402,6 @@ class Stack:
                 again.
         """
         return await self.fleet_of(model).wake()
-
-    def _find_sending_publisher(self, update: Weights, model: str) -> Publisher | None:
-        """Return the publisher of an offer, if this stack opened it and it is still sending.
-
-        A publisher that sends while workers receive must learn that the refit failed, and the
-        trainer must not change weights before they are sent. The offer of any other transport is
-        `repeatable`: all its bytes were written before `publish` returned."""
-        if not isinstance(update, Offer) or update.repeatable:
-            return None
-        for publisher, publisher_model in reversed(list(self._publishers.items())):
-            # An `AutomaticPublisher` has no transport before it has seen tensors.
-            transport = getattr(publisher, "transport", None)
-            if publisher_model == model and transport == update.transport:
-                return publisher
-        return None
 
     async def learn(self, *, watch: bool = True) -> None:
         """Ask the workers which version they serve; with `watch`, then follow joins and leaves.

@@ -289,7 +289,7 @@ def _check_join(spec: StackSpec, join: JoinSpec) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a host. A name that begins with 127. is none."""
+    """Return whether only this machine reaches a host. Names that begin with 127. do not count."""
     if host == "localhost":
         return True
     try:

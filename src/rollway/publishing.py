@@ -7,17 +7,21 @@ async code use them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 from rollway.config import is_loopback
 from rollway.fleet.discovery import Worker
+from rollway.fleet.updates import Weights
+from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 from rollway.weights.transports.choose import LOOPBACK, Destination, TransportName, open_publisher
 
@@ -111,6 +115,46 @@ def _find_own_address(host: str) -> str:
 
 def _resolve(host: str) -> str:
     return str(socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0][4][0])
+
+
+class OpenPublishers:
+    """The publishers that a stack has opened, for as long as their users keep them."""
+
+    def __init__(self) -> None:
+        self._models: WeakKeyDictionary[Publisher, str] = WeakKeyDictionary()
+
+    def add(self, publisher: Publisher, model: str) -> None:
+        self._models[publisher] = model
+
+    @contextlib.asynccontextmanager
+    async def complete(self, version: int, update: Weights, model: str) -> AsyncIterator[None]:
+        """Complete the sending of weights whose refit the block runs.
+
+        A publisher that sends while workers receive must learn that the refit failed, and the
+        trainer must not change weights before they are sent."""
+        sender = self._find_sender(update, model) if isinstance(update, Offer) else None
+        try:
+            yield
+        except BaseException:
+            if sender is not None:
+                sender.cancel()
+            raise
+        if sender is not None:
+            await asyncio.to_thread(sender.wait, version)
+
+    def _find_sender(self, offer: Offer, model: str) -> Publisher | None:
+        """Return the publisher of an offer, if it was opened here and is still sending.
+
+        The offer of any other transport is `repeatable`: all its bytes were written before
+        `publish` returned."""
+        if offer.repeatable:
+            return None
+        for publisher, publisher_model in reversed(list(self._models.items())):
+            # An `AutomaticPublisher` has no transport before it has seen tensors.
+            transport = getattr(publisher, "transport", None)
+            if publisher_model == model and transport == offer.transport:
+                return publisher
+        return None
 
 
 class AsyncPublisher:

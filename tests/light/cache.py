@@ -47,14 +47,14 @@ class PrefixCache:
 
     def find(self, hashes: Iterable[int]) -> list[np.ndarray]:
         """The blocks of the longest cached prefix."""
-        found = []
+        blocks = []
         for key in hashes:
             block = self._blocks.get(key)
             if block is None:
                 break
             self._blocks.move_to_end(key)
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def store(
         self,

@@ -48,9 +48,9 @@ def main(job: Path, rank: int) -> None:
     geometry = read_geometry(model, config)
     layout, tensors = read_rank(model, NameMap(config["model_type"], geometry))
     whole = _exchange(job, rank, asked["world"], MegatronModel(geometry, {rank: layout}))
-    made = rank_from_hf(load_file(job / "model.safetensors"), whole, rank)
+    shards = rank_from_hf(load_file(job / "model.safetensors"), whole, rank)
     for name, tensor in tensors.items():
-        tensor.copy_(made[name].view_as(tensor))
+        tensor.copy_(shards[name].view_as(tensor))
     save_file({n: t.contiguous() for n, t in tensors.items()}, job / f"rank{rank}.safetensors")
     if asked["pp"] == 1:
         save_file({"logits": _answer(model)}, job / f"logits{rank}.safetensors")

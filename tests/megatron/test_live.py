@@ -129,9 +129,9 @@ def test_megatron_computes_with_our_layout_what_transformers_does(
         assert {Role.EXPERT_COLUMN, Role.EXPERT_ROW} <= roles
     shards = {rank: load_file(tmp_path / f"rank{rank}.safetensors") for rank in range(2)}
     truth = load_file(tmp_path / "model.safetensors")
-    made = dict(to_hf(whole, shards))
-    assert made.keys() == truth.keys()
-    assert all(torch.equal(made[name], truth[name]) for name in truth)
+    converted = dict(to_hf(whole, shards))
+    assert converted.keys() == truth.keys()
+    assert all(torch.equal(converted[name], truth[name]) for name in truth)
     if pp == 1:
         ids = (torch.arange(rank_script.TOKENS) * 7 % 100).view(1, -1)
         with torch.no_grad():

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.security.small_disk import mount_small_disk
+from tests.unit.cli.conftest import no_ray_cluster
+
+__all__ = ["no_ray_cluster"]  # a fixture
 
 
 @pytest.fixture

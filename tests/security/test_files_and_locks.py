@@ -19,9 +19,10 @@ import pytest
 from rollway import cli as rollway_cli
 from rollway import private
 from rollway.errors import PortInUse, StartError
+from rollway.stack.access import WeightsFile
 from rollway.stack.locks import FIRST, LAST, Lease, NamedLock, get_lock_directory, hold_machine_lock
 from rollway.stack.run_dir import write_secret
-from rollway.stack.state import StackDir, StackState, WeightsFile, make_home
+from rollway.stack.state import StackDir, StackState, make_home
 from tests.children import start_child
 from tests.waiting import wait_until, wait_until_async
 

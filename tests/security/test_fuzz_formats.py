@@ -105,7 +105,7 @@ def read_weight_file(raw: bytes) -> None:
 
 
 def read_header(text: bytes) -> None:
-    header_bytes = len(save(TENSORS)) - 8 - sum(one.nbytes for one in TENSORS.values())
+    header_bytes = len(save(TENSORS)) - 8 - sum(tensor.nbytes for tensor in TENSORS.values())
     data = save(TENSORS)[8 + header_bytes :]
     read_weight_file(struct.pack("<Q", len(text)) + text + data)
 
@@ -234,7 +234,7 @@ def _offer() -> bytes:
 
 
 WEIGHTS = save(TENSORS)
-HEADER = WEIGHTS[8 : len(WEIGHTS) - sum(one.nbytes for one in TENSORS.values())]
+HEADER = WEIGHTS[8 : len(WEIGHTS) - sum(tensor.nbytes for tensor in TENSORS.values())]
 LIST = Manifest(
     1, 64, [Entry("s", "F32", (2, 3), 0, 24, "0" * 16, (PlacedBox("w", (0, 0), (2, 3), (0, 0)),))]
 ).encode()
@@ -325,17 +325,17 @@ edits = st.builds(
 def damage(fmt: Format, changes: list[Edit]) -> bytes:
     """Apply changes of fields first, as long as it can be read, and of bytes then."""
     raw = fmt.valid
-    by_field = [one for one in changes if one.kind in ("set", "drop", "rename", "twice")]
+    by_field = [change for change in changes if change.kind in ("set", "drop", "rename", "twice")]
     if fmt.as_json and by_field:
         fields = json.loads(raw)
-        for one in by_field:
-            fields = change_field(fields, one)
+        for change in by_field:
+            fields = change_field(fields, change)
         raw = json.dumps(fields).encode()
-        if any(one.kind == "twice" for one in by_field):
+        if any(change.kind == "twice" for change in by_field):
             raw = raw.replace(b"}", b',"a":1,"a":1}', 1)
-    for one in changes:
-        if one not in by_field or not fmt.as_json:
-            raw = change_bytes(raw, one)
+    for change in changes:
+        if change not in by_field or not fmt.as_json:
+            raw = change_bytes(raw, change)
     return raw
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import string
 from collections.abc import Iterator
@@ -19,9 +18,9 @@ from rollway.config import StackSpec, load_spec
 from rollway.errors import RollwayError, StateUnreadable
 from rollway.stack.progress import make_process_table
 from rollway.stack.state import ProcessState, StackDir, StackState
+from tests.security.states import make_state
 from tests.soak import examples
 
-RUN = "0123456789abcdef"
 RELAXED = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -58,14 +57,7 @@ trees: st.SearchStrategy[Any] = st.recursive(
 
 def valid_state() -> dict[str, Any]:
     return {
-        "name": "s",
-        "run_id": RUN,
-        "supervisor_pid": 2**22 + 1,
-        "supervisor_start": 1,
-        "run_dir": f"/tmp/rollway-{os.getuid()}-{RUN[:8]}",
-        "log_dir": "/nowhere/logs",
-        "uid": os.getuid(),
-        "boot": processes.boot_id(),
+        **make_state("s"),
         "phase": "ready",
         "started_at": 1e9,
         "frontend": "http://127.0.0.1:20000",

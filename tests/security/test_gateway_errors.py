@@ -25,8 +25,8 @@ async def test_refusals_of_the_frontend_keep_their_status(
         for status in (400, 403, 409, 413, 422):
             gateway.frontend.error_answer = (status, REFUSAL)
             body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": stream}
-            got, answer = await gateway.post(route, body, headers={"x-rollway-session": "s"})
-            assert got == status, answer
+            answered, answer = await gateway.post(route, body, headers={"x-rollway-session": "s"})
+            assert answered == status, answer
             error = read_error(answer)
             assert "Invalid request" in error["message"]
             assert error["type"] == "invalid_request_error"
@@ -41,8 +41,8 @@ async def test_errors_do_not_reveal_internal_addresses(tmp_path: Path, stream: b
         text = f"no worker at {url}, tcp://10.1.2.3:{port} or [::1]:{port} or localhost:{port}"
         for status in (400, 500, 503):
             gateway.frontend.error_answer = (status, {"message": text})
-            got, answer = await gateway.chat(stream=stream)
-            assert got == (400 if status == 400 else 502)
+            answered, answer = await gateway.chat(stream=stream)
+            assert answered == (400 if status == 400 else 502)
             assert port not in read_error(answer)["message"]
 
 
@@ -97,8 +97,8 @@ async def test_unknown_routes_are_answered_with_errors_of_the_same_form(tmp_path
             ("GET", "/v1/rollway/trajectories/nobody", 404),
             ("DELETE", "/v1/rollway/trajectories/nobody", 404),
         ):
-            got, answer = await gateway.call(method, path)
-            assert got == status, (method, path)
+            answered, answer = await gateway.call(method, path)
+            assert answered == status, (method, path)
             read_error(answer)
 
 

@@ -11,20 +11,13 @@ import pytest
 from rollway.errors import UsageError
 from rollway.weights import sidecar
 from rollway.weights.layout import Box, check_covered
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import describe
-from rollway.weights.megatron.names import NameMap
 from tests.security.limits import limit_memory
-from tests.unit.weights.megatron_models import headers, hf_shapes
-
-GEOMETRY = ModelGeometry(
-    layers=2, hidden=4, heads=4, query_groups=2, head_dim=2, vocab=7, padded_vocab=8,
-    moe_ffn=4, experts=4,
-)  # fmt: skip
-MODEL = describe(
-    headers(hf_shapes(GEOMETRY)), NameMap("qwen3_moe", GEOMETRY), Topology(tp=2, ep=2, pp=2)
+from tests.unit.weights.megatron_models import (
+    QKV,
+    describe_small_moe,
 )
-QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+MODEL = describe_small_moe()
 ROOM = 1 << 30
 
 

@@ -19,27 +19,13 @@ from rollway.config import load_spec
 from rollway.errors import SpecError, StackNotRunning, StateUnreadable, UsageError
 from rollway.processes import ProcessId
 from rollway.stack import local
+from rollway.stack.access import WeightsFile
 from rollway.stack.locks import NamedLock
-from rollway.stack.state import StackDir, StackState, WeightsFile, list_stacks
+from rollway.stack.state import StackDir, StackState, list_stacks
 from tests.children import start_child
 from tests.conftest import Footprint
+from tests.security.states import RUN, make_state
 from tests.waiting import wait_until
-
-RUN = "0123456789abcdef"
-
-
-def make_state(name: str, **fields: object) -> dict[str, object]:
-    return {
-        "name": name,
-        "run_id": RUN,
-        "supervisor_pid": 2**22 + 1,
-        "supervisor_start": 1,
-        "run_dir": f"/tmp/rollway-{os.getuid()}-{RUN[:8]}",
-        "log_dir": "/nowhere/logs",
-        "uid": os.getuid(),
-        "boot": processes.boot_id(),
-        **fields,
-    }
 
 
 def put_state(stack: str, **fields: object) -> Path:

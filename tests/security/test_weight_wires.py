@@ -140,7 +140,9 @@ def test_a_tensor_that_begins_between_two_elements(published: tuple[Offer, Path]
     offer, slot = published
     file = slot.with_name(f"{slot.name}.json")
     manifest = msgspec.json.decode(file.read_bytes(), type=Manifest)
-    entries = [msgspec.structs.replace(one, offset=one.offset + 1) for one in manifest.entries]
+    entries = [
+        msgspec.structs.replace(entry, offset=entry.offset + 1) for entry in manifest.entries
+    ]
     file.write_bytes(msgspec.structs.replace(manifest, entries=entries).encode())
     with pytest.raises(WeightsError, match="does not begin where an element can"):
         list(ShmReader(slot.parent).tensors(offer))

@@ -130,8 +130,10 @@ def assert_exact(policies: list[Policy], rollout: Rollout) -> None:
         assert span.version is not None
         policy = policies[span.version % len(policies)]
         wanted = policy.logprobs(rollout.prompt_ids, rollout.token_ids)[span.start : span.end]
-        got = rollout.logprobs[span.start : span.end]
-        assert max((abs(a - b) for a, b in zip(wanted, got, strict=True)), default=0) < TOLERANCE
+        reported = rollout.logprobs[span.start : span.end]
+        assert (
+            max((abs(a - b) for a, b in zip(wanted, reported, strict=True)), default=0) < TOLERANCE
+        )
 
 
 def flat(groups: list[list[Rollout]]) -> list[Rollout]:

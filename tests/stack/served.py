@@ -53,8 +53,8 @@ class Served:
             return json.load(answer)
 
     def trajectories(self, session: str) -> list[TokenSequence]:
-        found = self.get(f"/rollway/trajectories/{session}")["trajectories"]
-        return [TokenSequence.from_json(one) for one in found]
+        trajectories = self.get(f"/rollway/trajectories/{session}")["trajectories"]
+        return [TokenSequence.from_json(trajectory) for trajectory in trajectories]
 
     def client(self, session: str, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url, api_key=session, max_retries=0, **options)

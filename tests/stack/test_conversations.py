@@ -83,8 +83,8 @@ def test_a_teacher_scores_as_torch_does(
     for scores, ids in zip(tool_stack.teacher(wire=wire).score(sequences), sequences, strict=True):
         expected = policy.logprobs(ids[:1], ids[1:])
         assert scores.token_ids == ids and scores.logprobs[0] is None
-        found = [logprob for logprob in scores.logprobs[1:] if logprob is not None]
-        assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
+        scored = [logprob for logprob in scores.logprobs[1:] if logprob is not None]
+        assert max(abs(a - b) for a, b in zip(scored, expected, strict=True)) < 1e-4
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -214,8 +214,8 @@ def test_interrupted_at_any_moment_nothing_remains(
         demo.wait_for_phase(phase)
     time.sleep(delay * random.uniform(0.8, 1.2))  # the moment at which it is interrupted
     os.killpg(demo.process.pid, signal.SIGINT)
-    _, said = demo.process.communicate(timeout=60)
+    _, output = demo.process.communicate(timeout=60)
     assert footprint.new() == {}
     if phase != "none":  # before that Python itself is still importing
         assert demo.process.returncode == 130
-        assert "Traceback" not in said
+        assert "Traceback" not in output

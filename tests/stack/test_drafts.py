@@ -41,8 +41,8 @@ def accepted(stack: rollway.Stack) -> float:
     (worker,) = stack.fleet.workers()
     with urllib.request.urlopen(f"{worker.admin_url}/metrics") as answer:
         text = answer.read().decode()
-    found = re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} (\S+)$", text, re.M)
-    return sum(map(float, found))
+    counts = re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} (\S+)$", text, re.M)
+    return sum(map(float, counts))
 
 
 def test_policy_and_draft_model_change_together(

@@ -28,10 +28,10 @@ def served(
     tool_stack: rollway.Stack, session_home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     journal = tmp_path_factory.mktemp("gateway") / "journal.jsonl"
-    made = Served(tool_stack, journal, {"ROLLWAY_HOME": str(session_home)})
-    made.start()
-    yield made
-    made.end()
+    gateway = Served(tool_stack, journal, {"ROLLWAY_HOME": str(session_home)})
+    gateway.start()
+    yield gateway
+    gateway.end()
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,9 @@ def exchange(ask: Ask, rounds: int = 3) -> list[Any]:
     for number in range(rounds):
         messages.append({"role": "user", "content": f"add {number} {number + 1}"})
         for _ in range(2):
-            said = ask(messages)
-            messages.append(said)
-            calls = said["tool_calls"] if isinstance(said, dict) else said.tool_calls
+            message = ask(messages)
+            messages.append(message)
+            calls = message["tool_calls"] if isinstance(message, dict) else message.tool_calls
             if not calls:
                 break
             function = calls[0]["function"] if isinstance(calls[0], dict) else calls[0].function
@@ -118,13 +118,13 @@ def test_langchain_and_its_tools(served: Served, policy: Policy) -> None:
         for number in range(3):
             messages.append(HumanMessage(f"add {number} {number + 1}"))
             for _ in range(2):
-                said, turns = model.invoke(messages), turns + 1
-                messages.append(said)
-                for call in said.tool_calls:
+                message, turns = model.invoke(messages), turns + 1
+                messages.append(message)
+                for call in message.tool_calls:
                     total = sum(value for value in call["args"].values() if isinstance(value, int))
                     messages.append(ToolMessage(str(total), tool_call_id=call["id"]))
                     called += 1
-                if not said.tool_calls:
+                if not message.tool_calls:
                     break
         return turns, called
 
@@ -152,7 +152,7 @@ def test_a_streamed_exchange_is_recorded_as_well(served: Served, policy: Policy)
             for choice in chunk.choices:
                 content += choice.delta.content or ""
                 for call in choice.delta.tool_calls or []:
-                    made = calls.setdefault(
+                    joined = calls.setdefault(
                         call.index,
                         {
                             "id": call.id,
@@ -161,8 +161,8 @@ def test_a_streamed_exchange_is_recorded_as_well(served: Served, policy: Policy)
                         },
                     )
                     assert call.function is not None
-                    made["function"]["name"] += call.function.name or ""
-                    made["function"]["arguments"] += call.function.arguments or ""
+                    joined["function"]["name"] += call.function.name or ""
+                    joined["function"]["arguments"] += call.function.arguments or ""
         return {"role": "assistant", "content": content, "tool_calls": list(calls.values())}
 
     messages = exchange(ask)
@@ -274,27 +274,27 @@ def test_text_completions_are_exact_too(served: Served, policy: Policy) -> None:
     )  # fmt: skip
     last = list(parts)[-1].choices[0].model_extra or {}
     assert len(whole.choices) == 2 and len(last["generation_token_ids"]) == 8
-    found = served.trajectories("agent-6")
-    assert [len(sequence.spans) for sequence in found] == [1, 1, 1]
-    assert found[2].token_ids == last["prompt_token_ids"] + last["generation_token_ids"]
-    for sequence in found:
+    sequences = served.trajectories("agent-6")
+    assert [len(sequence.spans) for sequence in sequences] == [1, 1, 1]
+    assert sequences[2].token_ids == last["prompt_token_ids"] + last["generation_token_ids"]
+    for sequence in sequences:
         check(sequence, served.stack, policy)
 
 
 def test_with_tokens_other_clients_are_refused(tool_stack: rollway.Stack, tmp_path: Path) -> None:
     tokens = {"ROLLWAY_GATEWAY_TOKENS": "secret", "ROLLWAY_GATEWAY_OPERATOR_TOKENS": "boss"}
-    made = Served(tool_stack, tmp_path / "j.jsonl", tokens)
-    made.start()
+    gateway = Served(tool_stack, tmp_path / "j.jsonl", tokens)
+    gateway.start()
     try:
         with pytest.raises(openai.AuthenticationError):
-            made.client("guess").models.list()
-        assert made.client("secret").models.list().data
-        made.client("secret/mine").chat.completions.create(
+            gateway.client("guess").models.list()
+        assert gateway.client("secret").models.list().data
+        gateway.client("secret/mine").chat.completions.create(
             model="caller", messages=[{"role": "user", "content": "add 1 1"}], max_tokens=5
         )
-        assert made.get("/rollway/sessions", "secret")["sessions"] == {"mine": 1}
-        (name,) = made.get("/rollway/sessions", "boss")["sessions"]
+        assert gateway.get("/rollway/sessions", "secret")["sessions"] == {"mine": 1}
+        (name,) = gateway.get("/rollway/sessions", "boss")["sessions"]
         assert name.endswith("/mine") and "secret" not in name
-        assert made.get(f"/rollway/trajectories/{name}", "boss")["turns"] == 1
+        assert gateway.get(f"/rollway/trajectories/{name}", "boss")["turns"] == 1
     finally:
-        made.end()
+        gateway.end()

@@ -114,9 +114,11 @@ async def test_01_and_03_dynamo_alone_reads_old_kv_and_mixes_policies(
         running = await under_way(client, all_or_none(requests))
         await naive_refit(client.fleet, version, new.path)
     ended = await running
-    assert {(one.finish_reason, len(one.token_ids)) for one in ended} == {("length", 1000)}
+    assert {(rollout.finish_reason, len(rollout.token_ids)) for rollout in ended} == {
+        ("length", 1000)
+    }
     # Some may have ended before, or begun after.
-    apart = [min(off(policy, prompt, one) for policy in (old, new)) for one in ended]
+    apart = [min(off(policy, prompt, rollout) for policy in (old, new)) for rollout in ended]
     assert max(apart) > CLEARLY_OTHER
     stale = await bare.complete(prompt, SHORT, pin=worker)
     assert stale.cached_tokens > 0 and off(new, prompt, stale) > CLEARLY_OTHER
@@ -157,7 +159,7 @@ async def test_02_a_rollout_aborted_by_its_id_does_not_look_finished(
     await move(client)
     (worker, _), prompt = await client.fleet.workers(), fresh_prompt()
     body = completion_request("tiny", prompt, LONGER, pin=worker.instance_id, stream=True)
-    assembly, said = DynamoAssembly(LONGER, len(prompt)), []
+    assembly, reasons = DynamoAssembly(LONGER, len(prompt)), []
     url = f"{client.frontend_url}/v1/completions"
     with slowed(brake_file):
         async with http.stream_lines(url, body, timeout=60) as lines:
@@ -166,10 +168,10 @@ async def test_02_a_rollout_aborted_by_its_id_does_not_look_finished(
                     continue
                 event = json.loads(line[6:])
                 assembly.add(event)
-                said += [choice.get("finish_reason") for choice in event["choices"]]
-                if not any(said):  # the engine may not know it yet when its first token comes
+                reasons += [choice.get("finish_reason") for choice in event["choices"]]
+                if not any(reasons):  # the engine may not know it yet when its first token comes
                     await bare.admin.abort(worker, event["id"].removeprefix("cmpl-"))
-    assert [reason for reason in said if reason] == ["stop"]
+    assert [reason for reason in reasons if reason] == ["stop"]
     assert assembly.finish().finish_reason == "aborted"
     assert len(assembly.token_ids) < 1000
 

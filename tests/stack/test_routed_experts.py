@@ -175,9 +175,9 @@ def test_the_gateway_records_experts_turn_by_turn(
     for word in ("one", "two", "three"):
         messages.append({"role": "user", "content": word})
         answer = client.chat.completions.create(model="moe", messages=messages, max_tokens=12)
-        said = answer.choices[0].message
-        assert decode((said.model_extra or {})["routed_experts"]).start == 0
-        messages.append({"role": "assistant", "content": said.content})
+        message = answer.choices[0].message
+        assert decode((message.model_extra or {})["routed_experts"]).start == 0
+        messages.append({"role": "assistant", "content": message.content})
     messages[-1:] = []  # another answer to the last question: a fork
     client.chat.completions.create(model="moe", messages=messages, max_tokens=12)
     served.end(kill=True)

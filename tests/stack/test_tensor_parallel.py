@@ -207,10 +207,10 @@ def test_experts_and_a_replicated_head(base_model: Path, tmp_path: Path) -> None
 
 def moved_and_needed(version: int, name: str = "ranks") -> list[tuple[int, int]]:
     """Of each rank, as the worker's log has it."""
-    said = re.compile(rf"version {version} over nixl: (\d+) bytes moved, (\d+) needed")
+    line = re.compile(rf"version {version} over nixl: (\d+) bytes moved, (\d+) needed")
     text = "".join(path.read_text() for path in StackDir(name).logs.glob("*.log"))
-    return [(int(moved), int(needed)) for moved, needed in said.findall(text)]
+    return [(int(moved), int(needed)) for moved, needed in line.findall(text)]
 
 
 def norms(policy: Policy) -> int:
-    return sum(one.nbytes for name, one in tensors(policy).items() if "norm" in name)
+    return sum(tensor.nbytes for name, tensor in tensors(policy).items() if "norm" in name)

@@ -121,9 +121,9 @@ def test_nixl_from_worker_to_worker(
             version = next(versions)
             vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
             assert_serves(vllm_stack, policy, version)
-            said = re.compile(rf"version {version} over nixl: .* from (trainer|receiver)")
+            line = re.compile(rf"version {version} over nixl: .* from (trainer|receiver)")
             logs = "".join(path.read_text() for path in StackDir("shared").logs.glob("*.log"))
-            assert sorted(said.findall(logs)) == ["receiver", "trainer"]
+            assert sorted(line.findall(logs)) == ["receiver", "trainer"]
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=2, pp=2), Topology(tp=4)])

@@ -342,11 +342,11 @@ async def test_keep_freezes_requests_and_continues_them_with_the_new_weights(
     await has_tokens(running, task, before + 40)
     await admin.pause(server, "abort")
     await task
-    ids, said = running.token_ids, running.logprobs
-    assert policies[0].distance(running.prompt, ids[:before], said[:before]) <= TOLERANCE
+    ids, logprobs = running.token_ids, running.logprobs
+    assert policies[0].distance(running.prompt, ids[:before], logprobs[:before]) <= TOLERANCE
     # As if the new policy had read all of it: nothing of the old one's cache is left.
     prompt = running.prompt + ids[:before]
-    assert policies[1].distance(prompt, ids[before:], said[before:]) <= TOLERANCE
+    assert policies[1].distance(prompt, ids[before:], logprobs[before:]) <= TOLERANCE
 
 
 async def test_an_update_is_refused_while_frozen_requests_hold_old_blocks(

@@ -100,9 +100,9 @@ def _plain_request(stack: rollway.Stack, prompt: list[int]) -> Any:
 
 def _naive_request(stack: rollway.Stack, prompt: list[int]) -> Rollout:
     """What a client gets that says `temperature: 1` and trusts that nothing else is changed."""
-    got = _plain_request(stack, prompt)
-    logprobs = got["choices"][0]["logprobs"]["token_logprobs"]
-    return Rollout(prompt, got["nvext"]["completion_token_ids"], logprobs, "length", (), 0)
+    answer = _plain_request(stack, prompt)
+    logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+    return Rollout(prompt, answer["nvext"]["completion_token_ids"], logprobs, "length", (), 0)
 
 
 def test_a_group_shares_one_worker_and_its_prefix(

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 SOURCES = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
 
 
-@pytest.mark.parametrize("page", ["security.md", "architecture.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_test_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     everything = "\n".join(SOURCES.values())
@@ -29,7 +30,7 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
     assert set(re.findall(r"\b(\w+\.py)\b", text)) <= files
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+@pytest.mark.parametrize("page", PAGES)
 def test_every_link_of_a_page_has_a_target(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):

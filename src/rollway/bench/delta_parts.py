@@ -89,5 +89,5 @@ def _prepare_comparison(old: State, new: State) -> Callable[[], object]:
     pairs = [(integers(old[name]), integers(new[name])) for name in old]
     if pairs[0][0].device.type != "cpu":
         return partial(compare_pairs, pairs, with_checksums=True)
-    held = [(RunningSums.of(before), before.clone(), after) for before, after in pairs]
-    return lambda: [sums.advance(before, after) for sums, before, after in held]
+    tensors = [(RunningSums.of(before), before.clone(), after) for before, after in pairs]
+    return lambda: [sums.advance(before, after) for sums, before, after in tensors]

@@ -125,3 +125,14 @@ async def _time_first_token(
             if assembly.add(event) and not first:
                 first = time.monotonic() - began
     return first, assembly.finish()
+
+
+def format_figures(figures: dict[str, Any]) -> str:
+    """Format the figures as text."""
+    arms = "\n".join(
+        f"{arm['serving']}: first token {arm['first_token_ms']} ms, "
+        f"{arm['requests_per_second']} requests/s, {arm['tokens_per_second']} tokens/s"
+        for arm in figures["arms"]
+    )
+    difference = figures["largest_logprob_difference"]
+    return f"{arms}\nsame tokens; largest difference of a log-prob {difference}"

@@ -32,7 +32,7 @@ from rollway.fleet.discovery import RlListing
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
-from rollway.stack.ray import cluster, launcher
+from rollway.stack.ray import connection, launcher
 from rollway.stack.ray.placement import NodeInfo, plan_placement
 
 
@@ -107,7 +107,7 @@ async def bench_launching(
     require("ray")
     workers = spec.models[0].replicas
     local, on_ray = [], []
-    with _run_raylets(nodes, workers) as address, cluster.connect(address):
+    with _run_raylets(nodes, workers) as address, connection.connect(address):
         await _wait_until_idle()
         settings = spec.ray.model_copy(update={"address": address, "gpus": 0.0})
         for number in range(1, _ROUNDS + 1):

@@ -382,3 +382,18 @@ def _change_some(state: State) -> State:
         noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
         changed[name] = torch.where(chosen, tensor + 0.1 * noise, tensor)
     return changed
+
+
+def format_figures(figures: dict[str, Any]) -> str:
+    """Format the figures as text."""
+    size = f"{figures['model_bytes'] / 1e6:.0f} MB"
+    limit = f"at most {figures['memcpy_ratio_limit']:.2f} of it with a checksum"
+    lines = [f"memcpy {figures['memcpy_gb_per_s']:.1f} GB/s, {limit}, {size}"]
+    for name, entry in figures["transports"].items():
+        lines.append(
+            f"{name}: {entry['refit_seconds']:.3f} s, paused {entry['pause_seconds']:.3f} s; "
+            f"moved in {entry['seconds']:.3f} s ({entry['gb_per_s']:.2f} GB/s, "
+            f"{entry['ratio_to_memcpy']:.2f} of memcpy); everything "
+            f"{entry['refit_over_stock']:.2f} times stock"
+        )
+    return "\n".join(lines)

@@ -312,3 +312,23 @@ async def _time_requests(
     began = time.monotonic()
     await asyncio.gather(*map(send, names))
     return (time.monotonic() - began) * 1000 / len(names)
+
+
+def format_figures(figures: dict[str, Any]) -> str:
+    """Format the figures as text."""
+    clients = [
+        f"{entry['engine']}, {entry['load']}: {entry['requests_per_second']['rollway']} "
+        f"requests/s, {entry['ratio_to_bare']} of bare, {entry['ratio_to_openai']} of openai"
+        for entry in figures["clients"]
+    ]
+    engines = [
+        f"{engine}, all loads: {entry['ratio_to_bare']} of bare, {entry['ratio_to_openai']} of "
+        f"openai, which needs {entry['cpu_ratio_to_openai']} times the CPU"
+        for engine, entry in figures["engines"].items()
+    ]
+    gateways = [
+        f"gateway, {entry['sessions']} sessions, {entry['prompt_tokens']} tokens: "
+        f"{entry['overhead_ms']} ms more per request"
+        for entry in figures["gateway"]
+    ]
+    return "\n".join(clients + engines + gateways)

@@ -40,6 +40,7 @@ _MEANING = {
 }
 _AT = 32
 """The number of workers for which the report names the preset's hit rate."""
+COLUMNS = ("", "workers", "routing", "hits", "first token, mean", "makespan", "requests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +183,20 @@ def _format(figures: Figures) -> str:
         f"{figures.workers} workers, {figures.routing}: hits {figures.hit_rate:.3f}, "
         f"first token {figures.ttft_mean_seconds:.3f} s, all done {figures.makespan_seconds:.2f} s"
     )
+
+
+def format_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Format the figures as rows of a table with `COLUMNS`."""
+    return [
+        (
+            part,
+            str(figures["workers"]),
+            figures["routing"],
+            f"{figures['hit_rate']:.3f}",
+            f"{figures['ttft_mean_seconds']:.3f} s",
+            f"{figures['makespan_seconds']:.2f} s",
+            str(figures["requests"]),
+        )
+        for part in ("live", "replay")
+        for figures in report[part]
+    ]

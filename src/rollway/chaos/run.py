@@ -314,7 +314,7 @@ class Chaos:
 
     async def _heal(self) -> bool:
         """Wait until every worker serves one version; refit again, as a trainer would. Return
-        whether they do; if the run is over its limit, that is not waited for."""
+        whether they do; a run over its time limit does not wait."""
         deadline = time.monotonic() + self.options.heal_seconds
         while time.monotonic() < deadline:
             if self.limit.is_over:

@@ -16,7 +16,7 @@ from rollway.demo.placement import Device, choose_device, choose_shared_gpu, mak
 from rollway.errors import RollwayError, StackNotRunning, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.processes import ProcessId
-from rollway.stack.local import LocalAccess, StackAccess
+from rollway.stack.access import LocalAccess, StackAccess
 from rollway.stack.ray import launcher
 from rollway.stack.state import ProcessState, StackState
 

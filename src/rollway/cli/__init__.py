@@ -1,4 +1,4 @@
-"""The `rollway` command: `grammar.py` has the arguments, a module each group of commands.
+"""The `rollway` command: `grammar.py` has the arguments; each group of commands has a module.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 something failed, 2 the
 input was wrong, 130 interrupted.
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave_reports() -> AbstractContextManager[None]:
-    """Have the runs that a bench records reported."""
+    """Write a report of every run that a bench records."""
     from rollway.cli.output import print_progress
     from rollway.observe.report import leave_reports
 

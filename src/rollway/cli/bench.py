@@ -9,15 +9,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollway.api import make_spec
 from rollway.cli.output import get_spec_file, print_json, print_progress, print_result, print_table
 from rollway.config import StackSpec
 from rollway.errors import UsageError, require
-
-if TYPE_CHECKING:
-    from rollway.bench.verl import ArmFigures, VerlReport
 
 
 def _print_figures(
@@ -79,7 +76,7 @@ def fleet(options: argparse.Namespace) -> int:
 
 def refit(options: argparse.Namespace) -> int:
     require("torch", "transformers")
-    from rollway.bench.refit import bench_refit
+    from rollway.bench.refit import bench_refit, format_figures
 
     with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
         figures = asyncio.run(
@@ -90,27 +87,13 @@ def refit(options: argparse.Namespace) -> int:
                 wanted=tuple(options.transports),
             )
         )
-    _print_figures(options, figures.as_json(), _describe_refits)
+    _print_figures(options, figures.as_json(), format_figures)
     return 0
-
-
-def _describe_refits(figures: dict[str, Any]) -> str:
-    size = f"{figures['model_bytes'] / 1e6:.0f} MB"
-    limit = f"at most {figures['memcpy_ratio_limit']:.2f} of it with a checksum"
-    lines = [f"memcpy {figures['memcpy_gb_per_s']:.1f} GB/s, {limit}, {size}"]
-    for name, entry in figures["transports"].items():
-        lines.append(
-            f"{name}: {entry['refit_seconds']:.3f} s, paused {entry['pause_seconds']:.3f} s; "
-            f"moved in {entry['seconds']:.3f} s ({entry['gb_per_s']:.2f} GB/s, "
-            f"{entry['ratio_to_memcpy']:.2f} of memcpy); everything "
-            f"{entry['refit_over_stock']:.2f} times stock"
-        )
-    return "\n".join(lines)
 
 
 def disaggregated(options: argparse.Namespace) -> int:
     require("torch", "transformers")
-    from rollway.bench.disaggregated import bench_disaggregated
+    from rollway.bench.disaggregated import bench_disaggregated, format_figures
 
     args = {"dtype": "float32", "max-model-len": 2048, "stream-interval": 1}
     model = {"path": str(_build_demo_model()), "name": "tiny", "args": args}
@@ -118,23 +101,19 @@ def disaggregated(options: argparse.Namespace) -> int:
     split = make_spec({"name": "bench-apart", "models": [apart]})
     whole = make_spec({"name": "bench-whole", "models": [{**model, "replicas": 2}]})
 
-    def to_text(figures: dict[str, Any]) -> str:
-        arms = "\n".join(
-            f"{arm['serving']}: first token {arm['first_token_ms']} ms, "
-            f"{arm['requests_per_second']} requests/s, {arm['tokens_per_second']} tokens/s"
-            for arm in figures["arms"]
-        )
-        difference = figures["largest_logprob_difference"]
-        return f"{arms}\nsame tokens; largest difference of a log-prob {difference}"
-
     figures = asyncio.run(bench_disaggregated(split, whole, print_progress))
-    _print_figures(options, figures, to_text)
+    _print_figures(options, figures, format_figures)
     return 0
 
 
 def rollout(options: argparse.Namespace) -> int:
     require("torch", "transformers", "openai")
-    from rollway.bench.rollout import RolloutFigures, bench_gateway, bench_rollout
+    from rollway.bench.rollout import (
+        RolloutFigures,
+        bench_gateway,
+        bench_rollout,
+        format_figures,
+    )
 
     path = str(_build_demo_model())
     # A mocker that answers as fast as it can, so that the clients are measured.
@@ -153,27 +132,8 @@ def rollout(options: argparse.Namespace) -> int:
             figures.gateway = asyncio.run(
                 bench_gateway(spec("vllm", real), Path(scratch), print_progress)
             )
-    _print_figures(options, figures.as_json(), _describe_rollouts)
+    _print_figures(options, figures.as_json(), format_figures)
     return 0
-
-
-def _describe_rollouts(figures: dict[str, Any]) -> str:
-    clients = [
-        f"{entry['engine']}, {entry['load']}: {entry['requests_per_second']['rollway']} "
-        f"requests/s, {entry['ratio_to_bare']} of bare, {entry['ratio_to_openai']} of openai"
-        for entry in figures["clients"]
-    ]
-    engines = [
-        f"{engine}, all loads: {entry['ratio_to_bare']} of bare, {entry['ratio_to_openai']} of "
-        f"openai, which needs {entry['cpu_ratio_to_openai']} times the CPU"
-        for engine, entry in figures["engines"].items()
-    ]
-    gateways = [
-        f"gateway, {entry['sessions']} sessions, {entry['prompt_tokens']} tokens: "
-        f"{entry['overhead_ms']} ms more per request"
-        for entry in figures["gateway"]
-    ]
-    return "\n".join(clients + engines + gateways)
 
 
 def gateway(options: argparse.Namespace) -> int:
@@ -327,11 +287,8 @@ def exactness(options: argparse.Namespace) -> int:
     return code
 
 
-# --- router ----------------------------------------------------------------------------------
-
-
 def router(options: argparse.Namespace) -> int:
-    from rollway.bench.router import RouterReport, bench_live, bench_replay
+    from rollway.bench.router import COLUMNS, RouterReport, bench_live, bench_replay, format_rows
 
     counts = parse_counts(options.workers)
     if options.groups is not None and options.groups < 1:
@@ -352,7 +309,13 @@ def router(options: argparse.Namespace) -> int:
         report.live = asyncio.run(bench_live(spec, counts, options.groups, say))
     if not options.no_replay:
         report.replay = bench_replay(counts, options.groups, say)
-    print_result(options, report.as_json(), _print_routings)
+
+    def print_rows(figures: dict[str, Any]) -> None:
+        print_table(COLUMNS, format_rows(figures), text_columns=3)
+        for name in ("preset_hit_rate_at_32", "preset_worst_ratio", "preset_never_slower"):
+            print(f"{name.replace('_', ' ')}: {figures[name]}")
+
+    print_result(options, report.as_json(), print_rows)
     return 0
 
 
@@ -365,39 +328,10 @@ def parse_counts(text: str) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _print_routings(report: dict[str, Any]) -> None:
-    columns = ("", "workers", "routing", "hits", "first token, mean", "makespan", "requests")
-    rows = (
-        (
-            part,
-            str(figures["workers"]),
-            figures["routing"],
-            f"{figures['hit_rate']:.3f}",
-            f"{figures['ttft_mean_seconds']:.3f} s",
-            f"{figures['makespan_seconds']:.2f} s",
-            str(figures["requests"]),
-        )
-        for part in ("live", "replay")
-        for figures in report[part]
-    )
-    print_table(columns, rows, text_columns=3)
-    for name in ("preset_hit_rate_at_32", "preset_worst_ratio", "preset_never_slower"):
-        print(f"{name.replace('_', ' ')}: {report[name]}")
-
-
-# --- verl ------------------------------------------------------------------------------------
-
-_VERL_COLUMNS = (
-    *("load", "affinity", "prefix hits", "first turns", "later turns", "with its group"),
-    *("ms per token", "against off"),
-)
-BEGIN, END = "<!-- rollway bench verl -->", "<!-- end -->"
-"""Lines around the table in the docs."""
-
-
 def verl(options: argparse.Namespace) -> int:
     require("torch", "transformers", "dynamo")
     from rollway.bench.verl import ARMS, bench_verl
+    from rollway.bench.verl_table import COLUMNS, format_arm, format_markdown, replace_table
     from rollway.demo.model import copy_bare
 
     known = [arm.name for arm in ARMS]
@@ -423,43 +357,6 @@ def verl(options: argparse.Namespace) -> int:
     if options.json:
         print_json(report.as_json())
     else:
-        rows = (_format_arm(report, row) for row in report.rows)
-        print_table(_VERL_COLUMNS, rows, text_columns=2)
+        rows = (format_arm(report, row) for row in report.rows)
+        print_table(COLUMNS, rows, text_columns=2)
     return 0
-
-
-def format_markdown(report: VerlReport) -> str:
-    lines = ["|" + "|".join(f" {name} " for name in _VERL_COLUMNS) + "|"]
-    lines.append("|---|---|" + "---:|" * (len(_VERL_COLUMNS) - 2))
-    lines += ["| " + " | ".join(_format_arm(report, row)) + " |" for row in report.rows]
-    return "\n".join(lines)
-
-
-def replace_table(text: str, table: str) -> str:
-    """Replace the table between the marker lines of a document."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UsageError(
-            "The document has no place for the table.", f"Add the lines {BEGIN} and {END}."
-        )
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
-
-
-def _format_arm(report: VerlReport, row: ArmFigures) -> tuple[str, ...]:
-    from rollway.bench.verl import LOADS
-
-    prompts = next(load.prompts for load in LOADS if load.name == row.load)
-    low, high = row.spread("hit_rate")
-    fast, slow = row.spread("ms_per_token")
-    ratio = report.time_ratio(row)
-    return (
-        f"{prompts} prompts, {row.load}",
-        row.arm,
-        f"{row.mean('hit_rate'):.3f} ({low:.3f} to {high:.3f})",
-        f"{row.mean('first_turns'):.3f}",
-        f"{row.mean('later_turns'):.3f}",
-        f"{row.mean('together'):.2f}",
-        f"{row.mean('ms_per_token'):.2f} ({fast:.2f} to {slow:.2f})",
-        "" if ratio is None else f"{ratio:.2f}",
-    )

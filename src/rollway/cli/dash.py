@@ -108,7 +108,7 @@ def print_report(result: Mapping[str, Any]) -> None:
 
 
 def read_token(options: argparse.Namespace) -> str:
-    """Return the token, or an empty text. It is no argument: all users can read those."""
+    """Return the token, or an empty text. It is not an argument: all users can read those."""
     token = os.environ.get(TOKEN, "").strip()
     if TOKEN in os.environ and len(token) < 16:
         raise UsageError(f"{TOKEN} has fewer than 16 characters.", "Unset it, and use --token.")

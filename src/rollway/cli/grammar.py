@@ -1,23 +1,20 @@
-"""The arguments of all commands.
+"""The arguments of all commands; large groups have a `…_grammar.py` of their own.
 
-This module imports no command: `command` is "module:function", which `main` imports when it is
+These modules import no command: `command` is "module:function", which `main` imports when it is
 chosen. So `rollway --help` loads neither HTTP nor torch.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import rollway
-from rollway.cli.k8s_grammar import add_k8s_bench, add_k8s_commands
+from rollway.cli.arguments import SET, Add, add_name, add_on, add_quiet, add_spec
+from rollway.cli.bench_grammar import add_bench_commands
+from rollway.cli.k8s_grammar import add_k8s_commands
 from rollway.cli.observe_grammar import add_observe_commands
-
-Add = Callable[..., argparse.ArgumentParser]
-
-_NAME = "a running stack, or the address of a frontend; optional when one stack runs"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -31,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text, add_commands in (
         ("fleet", "list, pause, refit, sleep, watch the workers of a stack", _add_fleet_commands),
         ("weights", "inspect weights, compare them, plan their transfer", _add_weights_commands),
-        ("bench", "measure, as ratios within one run", _add_bench_commands),
+        ("bench", "measure, as ratios within one run", add_bench_commands),
         ("observe", "give a stack to Prometheus, Grafana, Kubernetes", add_observe_commands),
         ("prime-rl", "serve prime-rl's orchestrator and trainer", _add_prime_rl_commands),
         ("nemo-rl", "run NeMo-RL's trainers on a stack", _add_nemo_rl_commands),
@@ -63,51 +60,22 @@ def _make_add(commands: Any) -> Add:
     return add
 
 
-def _add_spec(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("stack", nargs="?", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)
-    _add_file(parser)
-
-
-_SET = "override a field of the stack; repeatable"
-
-
-def _add_file(parser: argparse.ArgumentParser) -> None:
-    text = "the same as the positional FILE"
-    parser.add_argument("-f", "--file", type=Path, metavar="FILE", help=text)
-
-
-def _add_name(parser: argparse.ArgumentParser, text: str = _NAME) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help=text)
-
-
-_ON = "where to look: local, ray, or ray=HOST:PORT (default: here, then the cluster of this node)"
-
-
-def _add_on(parser: argparse.ArgumentParser, text: str = _ON) -> None:
-    parser.add_argument("--on", metavar="WHERE", help=text)
-
-
-def _add_quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-
-
 # --- stacks --------------------------------------------------------------------------------
 
 
 def _add_stack_commands(add: Add) -> None:
     parser = add("up", "stack:up", "start a stack and return when it is ready")
-    _add_spec(parser, "a stack file (YAML), see docs/stack.md")
+    add_spec(parser, "a stack file (YAML), see docs/stack.md")
     parser.add_argument("--model", help="serve this checkpoint, without a stack file")
     parser.add_argument("--workers", type=int, help="replicas of the first model")
     parser.add_argument("--name", help="name of the stack (default: default)")
-    _add_on(parser, "where to run it: local (default), ray, or ray=HOST:PORT")
+    add_on(parser, "where to run it: local (default), ray, or ray=HOST:PORT")
     parser.add_argument("--foreground", action="store_true", help="stay, and stop it on Ctrl-C")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
-    _add_quiet(parser)
+    add_quiet(parser)
     parser = add("status", "stack:status", "show running stacks, processes and weight versions")
-    _add_name(parser, "one stack, or the address of any frontend; all stacks without it")
-    _add_on(parser)
+    add_name(parser, "one stack, or the address of any frontend; all stacks without it")
+    add_on(parser)
     parser = add("logs", "stack:show_logs", "show the log of a process")
     parser.usage = "rollway logs [-h] [-f] [-n LINES] [--json] [NAME] [PROCESS]"
     parser.add_argument(
@@ -116,15 +84,15 @@ def _add_stack_commands(add: Add) -> None:
         metavar="[NAME] [PROCESS]",
         help="a stack (optional when there is one) and a process (the list of logs without it)",
     )
-    _add_on(parser)
+    add_on(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="wait for new lines")
     parser.add_argument("-n", "--lines", type=int, default=50, help="how many (default 50)")
     parser.add_argument("--name", help=argparse.SUPPRESS)  # from before NAME was positional
     parser = add("down", "stack:down", "stop a stack, and clear what killed stacks left")
-    _add_name(parser, "a stack; optional when there is one")
-    _add_on(parser)
+    add_name(parser, "a stack; optional when there is one")
+    add_on(parser)
     parser.add_argument("--all", action="store_true", help="every stack of this user")
-    _add_quiet(parser)
+    add_quiet(parser)
     parser = add("doctor", "stack:doctor", "check this machine: versions, ports, memory, GPUs")
     text = "check a stack that runs (NAME, or a frontend's address) with a few short requests"
     parser.add_argument("--stack", nargs="?", const="", metavar="NAME", help=text)
@@ -169,7 +137,7 @@ def _add_prime_rl_commands(add: Add) -> None:
     parser.add_argument("at", choices=["@"], metavar="@", help="as prime-rl's launcher writes it")
     text = "prime-rl's resolved inference config (JSON), or a TOML of the same fields"
     parser.add_argument("file", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=SET)
     text = "write the executable `inference`, for prime-rl's launcher to find on PATH"
     parser = add("install-shim", "prime_rl:install_shim", text)
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to")
@@ -189,7 +157,7 @@ def _add_nemo_rl_commands(add: Add) -> None:
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    _add_name(parser)
+    add_name(parser)
     parser.add_argument("--model", help="one of several served models")
     parser.add_argument("--tokenizer", help="a directory or a name (default: the model's own)")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: loopback)")
@@ -207,7 +175,7 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_dash(parser: argparse.ArgumentParser) -> None:
-    _add_name(parser)
+    add_name(parser)
     parser.add_argument("--run", type=Path, metavar="DIR", help="a recorded run instead")
     text = "a gateway's journal, for its conversations (default: that of the stack)"
     parser.add_argument("--journal", type=Path, metavar="FILE", help=text)
@@ -220,7 +188,7 @@ def _add_dash(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
-    _add_name(parser)
+    add_name(parser)
     parser.add_argument("--run", type=Path, metavar="DIR", help="a recorded run instead")
     parser.add_argument("--once", action="store_true", help="print it once, without Textual")
     text = "seconds between two looks (default 1; more for a slow line)"
@@ -234,7 +202,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_chaos(parser: argparse.ArgumentParser) -> None:
-    _add_spec(parser, "a stack file; two vLLM workers without it")
+    add_spec(parser, "a stack file; two vLLM workers without it")
     text = "where those two run (default: on a GPU if vLLM has one)"
     parser.add_argument("--device", choices=["cpu", "cuda"], help=text)
     parser.add_argument("--rounds", type=int, default=20, help="how many refits (default 20)")
@@ -251,7 +219,7 @@ def _add_chaos(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--agents", type=int, default=64, help="with --gateway: how many at once")
     text = "the control of --gateway: it must lose turns"
     parser.add_argument("--old-journal", action="store_true", help=text)
-    _add_quiet(parser)
+    add_quiet(parser)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -275,7 +243,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 def _add_fleet_commands(add_command: Add) -> None:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         parser = add_command(name, f"fleet:{name}", text)
-        _add_name(parser)
+        add_name(parser)
         parser.add_argument("--stack", help=argparse.SUPPRESS)  # from before NAME was positional
         parser.add_argument("--rl-url", help="address of the RL worker listing, if elsewhere")
         parser.add_argument("--model", help="one of several served models")
@@ -327,104 +295,3 @@ def _add_weights_commands(add: Add) -> None:
     parser.add_argument("--unpack", type=float, help="GB/s of copying at a receiver")
     parser.add_argument("--block", type=float, help="seconds of one block on the wire")
     parser.add_argument("--arity", type=int, default=2, help="replicas that one serves (default 2)")
-
-
-def _add_bench_commands(add: Add) -> None:
-    _add_spec(add("fleet", "bench:fleet", "list and refit many workers, against one"), "a file")
-    parser = add("router", "bench:router", "prefix hits and times, by how requests are routed")
-    _add_spec(parser, "a stack file (without: only the replay)")
-    parser.add_argument("--workers", default="4,8,16,32", metavar="N,M", help="default 4,8,16,32")
-    parser.add_argument("--groups", type=int, help="prompts, of 8 rollouts each (2 per worker)")
-    parser.add_argument("--no-live", action="store_true", help="do not start stacks")
-    parser.add_argument("--no-replay", action="store_true", help="skip the offline replay")
-    _add_quiet(parser)
-    parser = add("verl", "bench:verl", "prefix hits of verl's agent loops, by affinity")
-    python = Path(".venv-verl/bin/python")
-    text = "interpreter of the environment with verl (.venv-verl/bin/python)"
-    parser.add_argument("--verl-python", type=Path, default=python, metavar="PATH", help=text)
-    parser.add_argument("--arms", metavar="A,B", help="measure only these arms")
-    text = "keep logs and results there; existing results are not measured again"
-    parser.add_argument("--keep", type=Path, metavar="DIR", help=text)
-    text = "write the table after <!-- rollway bench verl -->"
-    parser.add_argument("--write", type=Path, metavar="FILE", help=text)
-    parser = add("curator", "bench:curator", "Curator's own backend and ours, one pipeline each")
-    python = Path(".venv-curator/bin/python")
-    text = "interpreter of the environment with Curator (.venv-curator/bin/python)"
-    parser.add_argument("--curator-python", type=Path, default=python, metavar="PATH", help=text)
-    parser = add("prime-rl", "bench:prime_rl", "prime-rl's clients through the server, and without")
-    python = Path(".venv-prime-rl/bin/python")
-    text = "interpreter of the environment with renderers (.venv-prime-rl/bin/python)"
-    parser.add_argument("--prime-rl-python", type=Path, default=python, metavar="PATH", help=text)
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
-    parser = add("nemo-rl", "bench:nemo_rl", "refits, gym traffic and metrics as NeMo-RL has them")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
-    parser.add_argument("--workers", type=int, default=2, help="of gym and sampler (default 2)")
-    parser.add_argument("--tokens", type=int, default=32, help="of an answer (default 32)")
-    parser = add("refit", "bench:refit", "load new weights into a worker, over every transport")
-    parser.add_argument("--megabytes", type=int, default=520, help="size of the model")
-    text = "only these (and stock)"
-    parser.add_argument("transports", nargs="*", metavar="TRANSPORT", help=text)
-    parser = add("rollout", "bench:rollout", "the client and the gateway, against others")
-    parser.add_argument("--no-real", action="store_true", help="mockers only, no real engine")
-    parser = add("gateway", "bench:gateway", "many requests; memory and files must not grow")
-    _add_spec(parser, "a stack file; a stand-in without it")
-    parser.add_argument("--requests", type=int, default=100_000, help="how many (default 100000)")
-    parser.add_argument("--agents", type=int, default=64, help="how many at once (default 64)")
-    add_k8s_bench(add("k8s", "bench:k8s", "runs on a cluster, against the fewest requests"))
-    add("disaggregated", "bench:disaggregated", "prefill and decode apart, against both in one")
-    parser = add("observe", "bench:observe", "recording, dashboard and traces, against none of it")
-    _add_spec(parser, "a stack file of many workers, for the part observer")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
-    parser.add_argument("--rounds", type=int, default=20, help="of rollouts (default 20)")
-    parser.add_argument("--workers", type=int, default=2, help="of vLLM (default 2)")
-    parser.add_argument("--tokens", type=int, default=32, help="of vLLM's answers (default 32)")
-    parser.add_argument("--no-traces", action="store_true", help="all of it but traces")
-    add("plan", "bench:plan", "planning weight transfers of large models")
-    parser = add("ray", "bench:ray", "stacks on a Ray cluster, against one machine")
-    _add_spec(parser, "a stack file, for the part launching")
-    parser.add_argument("--nodes", type=int, default=4, help="raylets that it starts (default 4)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
-    parser = add("gpu", "bench:gpu", "weights on a GPU, against a copy of its memory")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--megabytes", type=int, default=4096, help="size of each model")
-    _add_exactness(add("exactness", "bench:exactness", "trainer against engine, split by cause"))
-    _add_gpu_engine(add("gpu-engine", "bench:gpu_engine", "refits of a model of real size"))
-
-
-def _add_exactness(parser: argparse.ArgumentParser) -> None:
-    sizes, text = ["tiny", "2b", "8b"], "size of the model (default tiny)"
-    parser.add_argument("--model", choices=sizes, default="tiny", help=text)
-    dtypes, text = ["bfloat16", "float32"], "of trainer and engine (default bfloat16)"
-    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help=text)
-    text = "the engine's projection to the vocabulary: in the model's dtype, or float32"
-    parser.add_argument("--head", choices=["model", "float32"], default="model", help=text)
-    parser.add_argument("--rollouts", type=int, default=32, help="at once (default 32)")
-    parser.add_argument("--tokens", type=int, default=64, help="of each rollout (default 64)")
-    text = "vLLM's batch-invariant mode (needs a GPU): re-scoring must be bit-equal"
-    parser.add_argument("--batch-invariant", action="store_true", help=text)
-    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)
-
-
-def _add_gpu_engine(parser: argparse.ArgumentParser) -> None:
-    sizes, text = ["tiny", "2b", "8b"], "size of the model (default 2b); tiny also runs on a CPU"
-    parser.add_argument("--model", choices=sizes, default="2b", help=text)
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
-    text = "how many run at once (default 256)"
-    parser.add_argument("--rollouts", type=int, default=256, help=text)
-    parser.add_argument("--tokens", type=int, default=512, help="of each rollout (default 512)")
-    parser.add_argument("--repeat", type=int, default=2, help="how often (default 2)")
-    text = "of the part colocated, at each level (default 20)"
-    parser.add_argument("--steps", type=int, default=20, help=text)
-    text = "of the GPU's memory that is filled before the first refit (default 0)"
-    parser.add_argument("--filler-gib", type=float, default=0.0, metavar="GIB", help=text)
-    parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
-    text = "under load, publish from the trainer's own memory (cuda_ipc)"
-    parser.add_argument("--in-place", action="store_true", help=text)
-    text = "the engine's share of the GPU (default 0.4)"
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.4, help=text)
-    text = "for the tokens that are lost in an hour (default 60)"
-    parser.add_argument("--refits-per-hour", type=float, default=60.0, help=text)
-    text = "start no part after this time (default: no limit)"
-    parser.add_argument("--seconds", type=float, metavar="LIMIT", help=text)
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=_SET)

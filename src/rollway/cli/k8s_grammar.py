@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
-Add = Callable[..., argparse.ArgumentParser]
+from rollway.cli.arguments import Add, add_only
 
 _TARGET = "only this part: dynamo.KEY, kuberay.ROLE or deployments.KEY; repeatable"
 
@@ -79,7 +78,7 @@ def add_k8s_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help=text)
     parser.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: $KUBECONFIG")
     parser.add_argument("--namespace", "-n", help="default: the context's")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="only these parts")
+    add_only(parser)
 
 
 def _add_infra(parser: argparse.ArgumentParser) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from pathlib import Path
 
-Add = Callable[..., argparse.ArgumentParser]
+from rollway.cli.arguments import Add
 
 
 def add_observe_commands(add: Add) -> None:

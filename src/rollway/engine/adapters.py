@@ -210,8 +210,8 @@ class Layers:
         """Return whether a slot of the layers has exactly these tensors, and zeros elsewhere."""
         slots = [
             slot
-            for slot, held in enumerate(self._manager.lora_index_to_id)
-            if held is not None and number in (None, held)
+            for slot, adapter in enumerate(self._manager.lora_index_to_id)
+            if adapter is not None and number in (None, adapter)
         ]
         return any(self._slot_holds(slot, pairs) for slot in slots)
 
@@ -279,20 +279,20 @@ def _holds(layer: Any, slot: int, parts: Mapping[int, Pair]) -> bool:
         second = layer.slice_lora_b(second) if merged else [layer.slice_lora_b(second[0])]
     stacked = (layer.lora_a_stacked, layer.lora_b_stacked)
     return all(
-        _same(held[slot, 0], tensor)
+        _same(buffer[slot, 0], tensor)
         for buffers, tensors in zip(stacked, (first, second), strict=True)
-        for held, tensor in zip(buffers, tensors, strict=True)
+        for buffer, tensor in zip(buffers, tensors, strict=True)
     )
 
 
-def _same(held: torch.Tensor, tensor: torch.Tensor | None) -> bool:
+def _same(buffer: torch.Tensor, tensor: torch.Tensor | None) -> bool:
     if tensor is None:
-        return not bool(held.any())
+        return not bool(buffer.any())
     rows, columns = tensor.shape
-    corner = held[:rows, :columns]
+    corner = buffer[:rows, :columns]
     if corner.shape != tensor.shape or not torch.equal(corner.to(tensor.device), tensor):
         return False
-    return not bool(held[rows:].any()) and not bool(held[:, columns:].any())
+    return not bool(buffer[rows:].any()) and not bool(buffer[:, columns:].any())
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:

@@ -123,7 +123,7 @@ class Shadow:
             self.model.load_weights(tensors)
 
     def prepare(self) -> None:
-        """Convert the weights to the form in which the engine uses them, but for what is packed
+        """Convert the weights to the form in which the engine uses them, except what is packed
         after the swap."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -196,7 +196,7 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Ten
 class LateKernel:
     """Multiplies with loaded weights, and with packed ones as soon as there are some.
 
-    It is a layer's kernel for good: a thread that replaced the kernel itself could overwrite one
+    It stays the layer's kernel: a thread that replaced the kernel itself could overwrite one
     that vLLM has just made for newer weights.
 
         background   load ─► verify the bits

@@ -2,8 +2,8 @@
 
     prefill engine                                decode engine
       computes a prompt, keeps its blocks           reads the blocks, then says "done"
-      frees them after "done", or when their        a request that it drops without a word leaves
-      lease of 30 s is over                         the blocks where they are
+      frees them after "done", or when their        if it drops a request and says nothing, the
+      lease of 30 s is over                         blocks stay where they are
 
 A decode engine that stands still for longer than the lease (a stopped process, a router that
 stalls, seconds in UCX on a starved machine) would read blocks that hold other KV by then, and vLLM

@@ -1,4 +1,4 @@
-"""Start, stop and clear stacks on this machine, and ask a running stack what its users need.
+"""Start, stop and clear stacks on this machine.
 
 This side spawns `rollway.stack.supervisor`, which runs the stack, reads the state file that the
 supervisor writes, and sends it signals.
@@ -13,37 +13,30 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from rollway import private, processes
 from rollway.errors import RollwayError, StackNotRunning, StartError, StateUnreadable, UsageError
 from rollway.processes import ProcessId
 from rollway.stack.launch import make_name_error, spawn_supervisor, wait_until_ready
-from rollway.stack.locks import NamedLock, hold_machine_lock, sweep_abandoned
+from rollway.stack.locks import NamedLock, sweep_abandoned
 from rollway.stack.run_dir import list_run_dirs, remove_run_dir
 from rollway.stack.state import (
     DETACH,
     StackDir,
     StackState,
-    WeightsFile,
     get_stop_seconds,
-    is_at,
     is_ray_part,
     list_stack_names,
     list_stacks,
     list_unreadable_stacks,
-    read_secret,
 )
 from rollway.weights.adapter import remove_abandoned
 
-# A Keeper imports this module; half of what these would import is not needed there.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a Keeper imports this module, and does not need most of what this imports
     from rollway.config import StackSpec
-    from rollway.fleet.discovery import Worker
-    from rollway.versions import VersionRecord
 
 Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.1
@@ -319,105 +312,3 @@ def watch_state(directory: StackDir) -> Iterator[StackState]:
     while (state := directory.read()) is not None and state.is_supervised:
         yield state
         time.sleep(1.0)
-
-
-def is_supervised(name: str, worker: Worker) -> bool:
-    """Return whether the supervisor of a stack has started this worker, or an earlier one at its
-    address."""
-    state = StackDir(name).read()
-    if state is None or not state.is_supervised:
-        return False
-    return any(p.role == "worker" and is_at(worker.admin_url, p) for p in state.processes)
-
-
-async def replace_worker(name: str, worker: Worker) -> bool:
-    """Kill a worker of a stack so that its supervisor restarts it.
-
-    Return False if the worker is not one of the stack's, was already restarted, or would not
-    be restarted."""
-    state = StackDir(name).read()
-    if state is None or not state.is_supervised or not state.restarts:
-        return False
-    for process in state.processes:
-        if process.instance == worker.instance_id and process.id is not None:
-            # Recorded before the kill, so that the supervisor does not count it as a failure.
-            StackDir(name).record("replaced", process=process.name, pid=process.pid)
-            process.id.send(signal.SIGKILL)
-            return True
-    return False
-
-
-# --- ranks of replicas over several machines -----------------------------------------------------
-
-
-def stop_rank(name: str, process_name: str) -> bool:
-    """Kill a rank whose replica has lost another one; return whether it ran.
-
-    Its supervisor clears up, and then reports that the rank waits for its replica."""
-    state = StackDir(name).read()
-    if state is None or not state.is_supervised:
-        return False
-    for process in state.processes:
-        if process.name == process_name and process.id is not None and process.id.alive:
-            # Recorded before the kill, so that the supervisor does not count it as a failure.
-            StackDir(name).record("replaced", process=process.name, pid=process.pid)
-            process.id.send(signal.SIGKILL)
-            return True
-    return False
-
-
-def release_rank(name: str, process_name: str) -> None:
-    """Let a rank that waits for its replica start again; call it when all ranks of it wait."""
-    os.close(private.open_file(StackDir(name).get_restart_request(process_name), os.O_WRONLY))
-
-
-class StackAccess(Protocol):
-    """The state of a stack, its secret, its supervisors, and what its users share."""
-
-    def read_state(self) -> StackState | None: ...
-
-    def read_secret(self) -> str: ...
-
-    async def replace_worker(self, worker: Worker) -> bool:
-        """Kill a worker so that its supervisor restarts it; return False if none would."""
-        ...
-
-    def is_supervised(self, worker: Worker) -> bool:
-        """Return whether a supervisor of the stack has started this worker."""
-        ...
-
-    def hold_refit_lock(self, model: str) -> AbstractAsyncContextManager[Any]:
-        """Keep the refits of a model apart, also those of several processes."""
-        ...
-
-    def open_record(self, model: str) -> VersionRecord: ...
-
-
-class LocalAccess:
-    """A stack of this machine, by its files and locks."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def read_state(self) -> StackState | None:
-        return StackDir(self.name).read()
-
-    def read_secret(self) -> str:
-        state = self.read_state()
-        return "" if state is None else read_secret(state)
-
-    async def replace_worker(self, worker: Worker) -> bool:
-        return await replace_worker(self.name, worker)
-
-    def is_supervised(self, worker: Worker) -> bool:
-        return is_supervised(self.name, worker)
-
-    def hold_refit_lock(self, model: str) -> AbstractAsyncContextManager[Any]:
-        return hold_machine_lock(f"refit/{self._get_run_id()}/{model}")
-
-    def open_record(self, model: str) -> VersionRecord:
-        return WeightsFile(self.name, self._get_run_id(), model)
-
-    def _get_run_id(self) -> str:
-        state = self.read_state()
-        return "" if state is None else state.run_id

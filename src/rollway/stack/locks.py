@@ -10,8 +10,8 @@ The directory belongs to the user and not to ROLLWAY_HOME: stacks of two homes m
 same port. A lock is valid for one boot of one machine and one network namespace, which is the scope
 of a TCP port: several machines may mount one home directory.
 
-Between users there is no lock that one of them could not hold for ever. They use a `Claim`, which
-other stacks respect while they have a choice; in the end the bind of the port decides.
+Users share no lock, because one of them could hold it for ever. They publish a `Claim`, which other
+stacks respect while they have a choice; in the end the bind of the port decides.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ import msgspec
 
 from rollway import private
 from rollway.config import StackSpec, check_stack_name, is_loopback
-from rollway.errors import RollwayError, StateUnreadable, UsageError
-from rollway.model_spec import slug
+from rollway.errors import StateUnreadable, UsageError
 from rollway.observe.runs import prune_runs
 from rollway.processes import ProcessId, boot_id
 from rollway.stack.run_dir import RUN_ID, SECRET_NAME, validate_state
@@ -337,81 +336,6 @@ def read_secret(state: StackState) -> str:
         return private.read_file(secret_file(state), 1 << 16).decode()
     except (OSError, ValueError):
         return ""
-
-
-class _WeightsRecord(msgspec.Struct, omit_defaults=True):
-    run: str
-    version: int = -1
-    path: str | None = None
-    claims: dict[str, str] = {}
-
-
-class WeightsFile:
-    """The record of a model's versions, shared by all processes that use the stack.
-
-    A process that updates a restarted worker finds the checkpoint of the current version here,
-    also when another process refitted."""
-
-    def __init__(self, stack: str, run_id: str, model: str) -> None:
-        self._file = StackDir(stack).path / f"weights-{slug(model)}.json"
-        self._run_id = run_id
-        self._seen: tuple[tuple[int, int], int | None] | None = None
-
-    def put(self, version: int, path: Path) -> None:
-        """Record the checkpoint of the current version."""
-        record = self._read()
-        record.version, record.path = version, str(path)
-        with contextlib.suppress(OSError):
-            self._write(record)
-
-    def get(self) -> tuple[int, Path] | None:
-        """Return the current version and its checkpoint, if one is recorded."""
-        record = self._read()
-        if record.path is None or record.version < 0:
-            return None
-        return record.version, Path(record.path)
-
-    def claim(self, version: int, identity: str) -> None:
-        """Record which weights a version names, for good.
-
-        A version that cannot be recorded must not be served: other processes learn from this file
-        that the weights are about to change."""
-        record = self._read()
-        record.claims[str(version)] = identity
-        try:
-            self._write(record)
-        except OSError as error:
-            raise RollwayError(
-                f"The version cannot be recorded in {self._file}: {error}.",
-                "Check the disk space and the permissions.",
-            ) from error
-
-    def claims(self) -> dict[int, str]:
-        return {int(version): identity for version, identity in self._read().claims.items()}
-
-    async def newest(self) -> int | None:
-        """Return the newest claimed version. It costs one `stat` unless the file was replaced."""
-        try:
-            status = self._file.stat()
-        except OSError:
-            return None
-        stamp = status.st_ino, status.st_mtime_ns
-        if self._seen is None or self._seen[0] != stamp:
-            self._seen = stamp, max(self.claims(), default=None)
-        return self._seen[1]
-
-    def _read(self) -> _WeightsRecord:
-        """Read the record; return an empty one if it is damaged or of an earlier run."""
-        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
-            content = private.read_file(self._file, LARGEST_STATE)
-            record = msgspec.json.decode(content, type=_WeightsRecord)
-            are_versions = all(len(v) < 20 and v.isdecimal() for v in record.claims)
-            if record.run == self._run_id and are_versions:
-                return record
-        return _WeightsRecord(self._run_id)
-
-    def _write(self, record: _WeightsRecord) -> None:
-        private.replace_file(self._file, msgspec.json.encode(record))
 
 
 def home() -> Path:

@@ -242,8 +242,8 @@ class Healer:
 
     The ranks of such a replica live and die together. A rank that was restarted alone would wait
     for ever for the others, or meet their old processes. So this machine only clears up and says
-    that it waits. Whoever sees all machines stops the other ranks (`local.stop_rank`), and when all
-    of them wait, releases each (`local.release_rank`).
+    that it waits. The process that sees all machines stops the other ranks (`access.stop_rank`),
+    and when all of them wait, releases each (`access.release_rank`).
     """
 
     def __init__(self, children: Children, http: Http) -> None:

@@ -314,7 +314,7 @@ class Pinning:
         return self._is_pinned
 
     def release(self) -> None:
-        """Undo it; the memory may be unmapped only then."""
+        """Unpin the memory; only then may it be unmapped."""
         if self.is_pinned() and self._memory is not None:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._is_pinned = None, False

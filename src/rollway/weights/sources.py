@@ -58,17 +58,17 @@ def from_module(
         offer = weights.publish(step, rollway.from_module(model))
     """
     index, count = replica or _get_rank_and_world()
-    held: list[HeldTensor] = []
+    items: list[HeldTensor] = []
     fused = find_fused(module)
     for name, tensor in _list_tensors(module):
         if isinstance(tensor, DTensor):
             local = _describe_dtensor(name, tensor)
-            held += _name_as_checkpoint(local, fused) if local else []
+            items += _name_as_checkpoint(local, fused) if local else []
         else:
             _check_plain(name, tensor)
             whole = hold_whole(name, tensor, owned_here=publishes(name, index, count))
-            held += _name_as_checkpoint(whole, fused)
-    return held
+            items += _name_as_checkpoint(whole, fused)
+    return items
 
 
 def hold_whole(name: str, tensor: torch.Tensor, *, owned_here: bool) -> HeldTensor:
@@ -149,14 +149,14 @@ def _describe_dtensor(name: str, tensor: DTensor) -> HeldTensor | None:
     return _describe(name, shape, box, local, publishes(name, index, count))
 
 
-def _name_as_checkpoint(held: HeldTensor, fused: list[Fused]) -> list[HeldTensor]:
+def _name_as_checkpoint(item: HeldTensor, fused: list[Fused]) -> list[HeldTensor]:
     """Return a tensor of all experts as views of each expert's, and any other as it is."""
-    shard = held.shard
+    shard = item.shard
     parts = [
-        _describe(part.name, part.shape, part.box, held.tensor[part.within], held.owned_here)
+        _describe(part.name, part.shape, part.box, item.tensor[part.within], item.owned_here)
         for part in split_experts(shard.name, shard.shape, shard.box, fused)
     ]
-    return parts or [held]
+    return parts or [item]
 
 
 def _find_sibling(mesh: DeviceMesh) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from rollway.rollout.sampling import Sampling
 from rollway.versions import FleetVersions
 
 
-def make_bench(said: list[str]) -> ObserveBench:
-    return ObserveBench(build_model=lambda: Path("/no/model"), say=said.append)
+def make_bench(lines: list[str]) -> ObserveBench:
+    return ObserveBench(build_model=lambda: Path("/no/model"), say=lines.append)
 
 
 def test_a_ratio_is_the_median_of_the_rounds() -> None:
@@ -33,8 +33,8 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
 def test_a_part_that_cannot_run_says_why_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[str] = []
-    bench = make_bench(said)
+    lines: list[str] = []
+    bench = make_bench(lines)
     monkeypatch.setattr(observe_page, "CHROMIUM", None)
     monkeypatch.setattr(observe, "measure_report", lambda *_: None)
     bench.run(["observer", "page", "report"])

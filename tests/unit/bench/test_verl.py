@@ -26,7 +26,7 @@ from rollway.bench.verl import (
     measure_togetherness,
     split_turns,
 )
-from rollway.cli.bench import BEGIN, END, format_markdown, replace_table
+from rollway.bench.verl_table import BEGIN, END, format_markdown, replace_table
 from rollway.errors import UsageError
 from rollway.integrations.verl.requests import RequestLog, RequestRecord
 

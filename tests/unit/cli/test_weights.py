@@ -68,7 +68,7 @@ def test_plans_of_many_layouts_are_exact(
     assert len(shown["total"]["bytes_by_source"]) == sources
     assert shown["total"]["bytes_ratio"] == 1.0 or shown["total"]["bytes_beyond_need"]
     assert shown["total"]["bytes_needed"] == sum(
-        one["bytes_needed"] for one in shown["receivers"].values()
+        receiver["bytes_needed"] for receiver in shown["receivers"].values()
     )
 
 
@@ -200,8 +200,8 @@ def test_diff_counts_elements_and_reports_distances(
     assert code == 1
     assert shown["missing"] == ["model.embed_tokens.weight"]
     assert shown["extra"] == ["new"]
-    (one,) = shown["different"]
-    assert (one["elements"], one["of"], one["max_abs"]) == (2, 4, 0.5)
+    (difference,) = shown["different"]
+    assert (difference["elements"], difference["of"], difference["max_abs"]) == (2, 4, 0.5)
     assert main(["weights", "diff", str(first), str(second)]) == 1
     assert "only in the first: model.embed_tokens.weight" in capsys.readouterr().out
 
@@ -223,7 +223,10 @@ def test_diff_reads_bfloat16_and_names_other_shapes(
         save_torch(tensors, directory / "model.safetensors")
     code, shown = run(capsys, "weights", "diff", str(tmp_path / "a"), str(tmp_path / "b"))
     assert code == 1
-    assert {one["name"]: one["max_abs"] for one in shown["different"]} == {"i": None, "w": 0.5}
+    assert {difference["name"]: difference["max_abs"] for difference in shown["different"]} == {
+        "i": None,
+        "w": 0.5,
+    }
     assert shown["reshaped"] == {"rows": ["F32[2, 2]", "F32[3, 2]"]}
 
 

@@ -90,14 +90,14 @@ def plainly(tensor: Tensor) -> str:
 
 def model(seed: int) -> list[tuple[str, Tensor, Tensor]]:
     draw = random.Random(seed)
-    made = []
+    tensors = []
     for dtype in draw.sample(sorted(DTYPES), 5):
         for shape in draw.sample(SHAPES, 4):
             old = noise(shape, DTYPES[dtype], draw.randrange(1 << 30))
             new = stepped(old, draw.choice(SHARES), draw)
             pair = shifted(old, draw), shifted(new, draw)
-            made.append((f"{dtype}{len(made)}", *pair))
-    return made
+            tensors.append((f"{dtype}{len(tensors)}", *pair))
+    return tensors
 
 
 @by_each

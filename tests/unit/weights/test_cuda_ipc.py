@@ -20,7 +20,7 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import digest, uses_triton, warm_up
 from rollway.weights.offer import Offer, parse_offer, read_offer
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader, device_memory
-from tests.children import make_dead_writer_mark
+from tests.children import JsonChild, make_dead_writer_mark
 from tests.waiting import wait_until
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -80,30 +80,10 @@ for line in sys.stdin:
 """
 
 
-class Other:
-    """Another process that reads what it is offered."""
-
-    def __init__(self, directory: Path, source: str = READER, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", source, str(directory), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def read(self, offer: Offer) -> Any:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(offer.as_json()) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def end(self) -> None:
-        self._process.communicate(timeout=60)
-
-
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[Other]:
-    process = Other(tmp_path)
+def other(tmp_path: Path) -> Iterator[JsonChild]:
+    """Another process, which reads what it is offered."""
+    process = JsonChild(READER, str(tmp_path))
     yield process
     process.end()
 
@@ -127,22 +107,24 @@ def facts(tensors: dict[str, Tensor], device: str) -> dict[str, Any]:
 
 @each_device
 def test_another_process_reads_what_was_published(
-    device: str, tmp_path: Path, other: Other
+    device: str, tmp_path: Path, other: JsonChild
 ) -> None:
     with CudaIpcPublisher(bucket_bytes=40_000, directory=tmp_path) as publisher:
         for version in range(1, 4):
             tensors = model(device, version)
             offer = publisher.publish(version, tensors.items())
             assert offer.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
-            answer = other.read(offer)
+            answer = other.ask(offer.as_json())
             assert answer["tensors"] == facts(tensors, device)
             assert answer["opened"] == len(offer.where["buckets"]) == 3  # also for later versions
-    assert "any more" in other.read(offer)["message"]
+    assert "any more" in other.ask(offer.as_json())["message"]
     assert not list(tmp_path.iterdir())
 
 
 @each_device
-def test_adopted_parameters_are_read_in_place(device: str, tmp_path: Path, other: Other) -> None:
+def test_adopted_parameters_are_read_in_place(
+    device: str, tmp_path: Path, other: JsonChild
+) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).to(device)
     with CudaIpcPublisher(directory=tmp_path) as publisher:
         publisher.adopt(module.named_parameters())
@@ -151,7 +133,7 @@ def test_adopted_parameters_are_read_in_place(device: str, tmp_path: Path, other
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter += version
-            answer = other.read(publisher.publish(version))
+            answer = other.ask(publisher.publish(version).as_json())
             assert answer["tensors"] == facts(dict(module.named_parameters()), device)
         assert places == [parameter.data_ptr() for parameter in module.parameters()]
         module[0].weight.data = module[0].weight.data.clone()
@@ -351,25 +333,25 @@ def test_handles_reach_torch_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each_device
 def test_another_process_copies_into_its_own_tensors(device: str, tmp_path: Path) -> None:
-    other = Other(tmp_path, COPIER, device)
+    other = JsonChild(COPIER, str(tmp_path), device)
     warm_up()
     with CudaIpcPublisher(bucket_bytes=40_000, directory=tmp_path) as publisher:
         contiguous = {n: tensor for n, tensor in model(device).items() if tensor.is_contiguous()}
         for version in range(1, 4):  # from the same places each time
             for tensor in contiguous.values():
                 tensor.add_(1)
-            digests, prepared = other.read(publisher.publish(version, contiguous.items()))
+            digests, prepared = other.ask(publisher.publish(version, contiguous.items()).as_json())
             assert digests == {name: digest(tensor) for name, tensor in contiguous.items()}
             assert prepared == int(uses_triton(torch.device(device)))
         for version in range(4, 6):  # from others
             tensors = model(device, version)
-            digests, _ = other.read(publisher.publish(version, tensors.items()))
+            digests, _ = other.ask(publisher.publish(version, tensors.items()).as_json())
             assert digests == {name: digest(tensor) for name, tensor in tensors.items()}
         turned = {name: model(device)[name] for name in ("large", "norm", "embed")}
         offer = publisher.publish(9, turned.items())
-        digests, _ = other.read(offer)
+        digests, _ = other.ask(offer.as_json())
         assert digests == {name: digest(tensor) for name, tensor in turned.items()}
-    assert "any more" in other.read(offer)["message"]
+    assert "any more" in other.ask(offer.as_json())["message"]
     other.end()
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from rollway.weights.transports.cuda_ipc import CudaIpcPublisher
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
 from rollway.weights.transports.files import FilesPublisher, FilesReader
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
+from tests.children import JsonChild
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 MIB = 1 << 20
@@ -79,33 +79,12 @@ with CudaIpcPublisher(directory=Path(sys.argv[1]), in_place=True) as publisher:
 """
 
 
-class Other:
-    """Another process that reads what it is offered."""
-
-    def __init__(self, directory: Path) -> None:
-        # Without the setting that a test gives its trainer.
-        environment = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", READER, str(directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def read(self, offer: dict[str, Any]) -> Any:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(offer) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def end(self) -> None:
-        self._process.communicate(timeout=60)
-
-
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[Other]:
-    process = Other(tmp_path)
+def other(tmp_path: Path) -> Iterator[JsonChild]:
+    """Another process, which reads what it is offered."""
+    # Without the setting that a test gives its trainer.
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("ALLOC_CONF")}
+    process = JsonChild(READER, str(tmp_path), env=environment)
     yield process
     process.end()
 
@@ -127,7 +106,7 @@ def digests(state: dict[str, Tensor]) -> dict[str, str]:
     return {name: digest(tensor.cpu()) for name, tensor in state.items()}
 
 
-def test_parameters_are_read_in_place(tmp_path: Path, other: Other) -> None:
+def test_parameters_are_read_in_place(tmp_path: Path, other: JsonChild) -> None:
     module = model()
     with CudaIpcPublisher(directory=tmp_path, in_place=True) as publisher:
         publisher.publish(1, module.named_parameters())  # compiles kernels
@@ -136,7 +115,7 @@ def test_parameters_are_read_in_place(tmp_path: Path, other: Other) -> None:
             state = step(module, version)
             offer = publisher.publish(version, module.named_parameters())
             assert (offer.where["copied_bytes"], offer.where["why_copied"]) == (0, "")
-            answer = other.read(offer.as_json())
+            answer = other.ask(offer.as_json())
             assert answer["digests"] == digests(state), answer
             assert answer["sums"] and answer["shares"]
             assert answer["opened"] == len(offer.where["buckets"]) < len(state)
@@ -145,7 +124,7 @@ def test_parameters_are_read_in_place(tmp_path: Path, other: Other) -> None:
         assert torch.cuda.memory_allocated() - before < 8 * MIB
 
 
-def test_what_cannot_be_shared_is_copied(tmp_path: Path, other: Other) -> None:
+def test_what_cannot_be_shared_is_copied(tmp_path: Path, other: JsonChild) -> None:
     module = model()
     turned = torch.nn.Parameter(torch.randn(256, 512, device="cuda").t())
     with CudaIpcPublisher(directory=tmp_path, in_place=True) as publisher:
@@ -155,26 +134,26 @@ def test_what_cannot_be_shared_is_copied(tmp_path: Path, other: Other) -> None:
             offer = publisher.publish(version, iter(pairs))
             assert offer.where["copied_bytes"] == turned.nbytes
             assert offer.where["why_copied"] == "1 tensors: not contiguous"
-            assert other.read(offer.as_json())["digests"] == digests(state)
+            assert other.ask(offer.as_json())["digests"] == digests(state)
 
 
-def test_a_step_during_the_refit_is_noticed(tmp_path: Path, other: Other) -> None:
+def test_a_step_during_the_refit_is_noticed(tmp_path: Path, other: JsonChild) -> None:
     module = model()
     with CudaIpcPublisher(directory=tmp_path, in_place=True) as publisher:
         offer = publisher.publish(1, module.named_parameters())
         step(module, 2)
         torch.cuda.synchronize()
-        assert "changed while it was read" in other.read(offer.as_json())["message"]
+        assert "changed while it was read" in other.ask(offer.as_json())["message"]
 
 
-def test_memory_is_given_back_between_refits(tmp_path: Path, other: Other) -> None:
+def test_memory_is_given_back_between_refits(tmp_path: Path, other: JsonChild) -> None:
     """A trainer that offloads its parameters gets their memory back."""
     module = model()
     with CudaIpcPublisher(directory=tmp_path, in_place=True, keep_open=False) as publisher:
         for version in (1, 2):
             state = step(module, version)
             offer = publisher.publish(version, module.named_parameters())
-            answer = other.read(offer.as_json())
+            answer = other.ask(offer.as_json())
             assert (answer["digests"], answer["open"]) == (digests(state), 0)
             publisher.wait(version)
             before, size = torch.cuda.memory_allocated(), sum(t.nbytes for t in state.values())
@@ -185,7 +164,7 @@ def test_memory_is_given_back_between_refits(tmp_path: Path, other: Other) -> No
             module.to("cuda")
 
 
-def test_expandable_segments_are_copied_into_plain_memory(tmp_path: Path, other: Other) -> None:
+def test_expandable_segments_are_copied_into_plain_memory(tmp_path: Path, other: JsonChild) -> None:
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -197,7 +176,7 @@ def test_expandable_segments_are_copied_into_plain_memory(tmp_path: Path, other:
     for _ in range(2):
         offer, expected = json.loads(trainer.stdout.readline())
         assert "expandable segment" in offer["where"]["why_copied"]
-        assert other.read(offer)["digests"] == expected
+        assert other.ask(offer)["digests"] == expected
         trainer.stdin.write("\n")
         trainer.stdin.flush()
     trainer.communicate(timeout=60)

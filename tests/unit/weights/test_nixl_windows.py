@@ -123,9 +123,9 @@ def test_windows_give_the_model_from_any_megatron_layout(
     sources = megatron_sources(describe(headers, names, topology, experts=experts))
     costs = Costs(pack_gb_per_s=0, block_seconds=block)
     windows = windows_of(sources, hf_target(headers), costs, size, keep)
-    found = run_windows(windows, sources, model)
-    assert found.keys() == model.keys()
-    assert all(np.array_equal(found[name], model[name]) for name in model)
+    arrays = run_windows(windows, sources, model)
+    assert arrays.keys() == model.keys()
+    assert all(np.array_equal(arrays[name], model[name]) for name in model)
     verified = {piece for checks in windows.checks.values() for _, piece in checks}
     for name in model:
         boxes = [box for piece, box in verified if piece == name]
@@ -138,18 +138,18 @@ def test_windows_give_the_model_from_any_megatron_layout(
 def test_whole_experts_land_in_the_parameter_of_their_rank() -> None:
     """With expert parallelism, whole pieces go into fused parameters and can be verified."""
     model, headers = model_of(MOE)
-    experts = {name: one for name, one in headers.items() if ".experts." in name}
+    experts = {name: header for name, header in headers.items() if ".experts." in name}
     ranks = engine_ranks(MOE, tp=1, ep=2)
     wanted = engine_targets([ranks[1]], experts)
     sources = fsdp_sources(experts, 1)
     windows = windows_of(sources, wanted, Costs(pack_gb_per_s=0), 1 << 20, keep=False)
     held = {name: array for name, array in model.items() if name in experts}
-    found = run_windows(windows, sources, held)
+    arrays = run_windows(windows, sources, held)
     correct = expected(held, wanted, 0)
-    assert all(np.array_equal(found[name], correct[name]) for name in correct)
+    assert all(np.array_equal(arrays[name], correct[name]) for name in correct)
     for target, checks in windows.checks.items():
         for place, (name, box) in checks:
-            part = found[target][slices(place)].reshape(box.shape)
+            part = arrays[target][slices(place)].reshape(box.shape)
             assert np.array_equal(part, held[name][slices(box)])
     assert sum(map(len, windows.checks.values())) == len(experts) // 2
 

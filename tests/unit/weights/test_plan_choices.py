@@ -279,18 +279,18 @@ def test_names_of_sources_and_receivers_must_be_unique() -> None:
 
 def test_no_rank_needs_vocabulary_rows_of_padding() -> None:
     ranks = [EngineRank(heads=4, kv_heads=4, head_dim=2, tp_size=4, tp_rank=t) for t in range(4)]
-    found = engine_targets(ranks, {"lm_head.weight": LocalTensor("BF16", (70, 8))})
-    (want,) = found["lm_head.weight"]
+    targets = engine_targets(ranks, {"lm_head.weight": LocalTensor("BF16", (70, 8))})
+    (want,) = targets["lm_head.weight"]
     rows = [part and (part.box.start[0], part.box.stop[0], part.shape[0]) for part in want.parts]
     assert rows == [(0, 32, 32), (32, 64, 32), (64, 70, 32), None]
 
 
 def test_kv_heads_are_repeated_when_there_are_fewer_than_ranks() -> None:
     ranks = [EngineRank(heads=8, kv_heads=2, head_dim=4, tp_size=4, tp_rank=t) for t in range(4)]
-    found = engine_targets(
+    targets = engine_targets(
         ranks, {"model.layers.0.self_attn.v_proj.weight": LocalTensor("BF16", (8, 16))}
     )
-    (want,) = found["model.layers.0.self_attn.v_proj.weight"]
+    (want,) = targets["model.layers.0.self_attn.v_proj.weight"]
     assert want.target == "model.layers.0.self_attn.qkv_proj.weight"
     assert [part.box.start[0] for part in want.parts if part] == [0, 0, 4, 4]
     assert {(part.at, part.shape) for part in want.parts if part} == {((12, 0), (16, 16))}

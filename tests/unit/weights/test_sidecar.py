@@ -10,19 +10,14 @@ import pytest
 
 from rollway.errors import UsageError
 from rollway.weights import sidecar
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import MegatronModel, describe
-from rollway.weights.megatron.names import NameMap
-from tests.unit.weights.megatron_models import headers, hf_shapes
-
-GEOMETRY = ModelGeometry(
-    layers=2, hidden=4, heads=4, query_groups=2, head_dim=2, vocab=7, padded_vocab=8,
-    moe_ffn=4, experts=4,
-)  # fmt: skip
-MODEL = describe(
-    headers(hf_shapes(GEOMETRY)), NameMap("qwen3_moe", GEOMETRY), Topology(tp=2, ep=2, pp=2)
+from rollway.weights.megatron.model import MegatronModel
+from tests.unit.weights.megatron_models import (
+    QKV,
+    SMALL_MOE,
+    describe_small_moe,
 )
-QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+MODEL = describe_small_moe()
 Raw = dict[str, Any]
 
 
@@ -53,7 +48,7 @@ def _both(*changes: Callable[[Raw], None]) -> Callable[[Raw], None]:
 
 
 def _of(rank: int) -> MegatronModel:
-    return MegatronModel(GEOMETRY, {rank: MODEL.ranks[rank]})
+    return MegatronModel(SMALL_MOE, {rank: MODEL.ranks[rank]})
 
 
 def test_a_dumped_model_is_loaded() -> None:

@@ -254,18 +254,18 @@ def test_vllms_unique_id_is_read_as_bytes() -> None:
 
 
 def test_reading_ahead_keeps_two_items_and_ends_its_thread() -> None:
-    made: list[int] = []
+    yielded: list[int] = []
 
     def items() -> Iterator[Any]:
         for index in range(5):
-            made.append(index)
+            yielded.append(index)
             yield [(str(index), torch.zeros(1))]
         raise WeightsError("the end")
 
     reading = read_ahead(items())
     assert next(reading)[0][0] == "0"
     assert next(reading)[0][0] == "1"
-    assert max(made) <= 2
+    assert max(yielded) <= 2
     reading.close()
     assert not any(t.name == "rollway-read-ahead" for t in threading.enumerate())
     with pytest.raises(WeightsError, match="the end"):

@@ -188,9 +188,9 @@ def _open(spec: StackSpec) -> Iterator[dict[str, Any]]:
     """Run the stack for the block; yield what the driver learns about it."""
     with contextlib.ExitStack() as cleanup:
         if spec.launcher == "ray":
-            from rollway.stack.ray import cluster, launcher
+            from rollway.stack.ray import connection, launcher
 
-            cleanup.enter_context(cluster.connect(spec.ray.address))
+            cleanup.enter_context(connection.connect(spec.ray.address))
             running: Any = launcher.start(_add_log_dir(spec))
         else:
             running = local.start(spec)

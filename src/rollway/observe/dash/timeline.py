@@ -23,6 +23,7 @@ from rollway.observe.dash.fields import (
     get_time,
     get_version,
 )
+from rollway.observe.dash.workers import rank_name
 
 STEPS = ("look", "preflight", "leave", "pause", "load", "flush", "verify", "open")
 _ALIASES = {"update": "load", "resume": "open", "order": "load"}
@@ -101,7 +102,7 @@ class RefitView:
             is_late = row["busy"] > usual * STRAGGLER_RATIO and late > STRAGGLER_SECONDS
             row["straggler"] = self.outcome != "running" and is_late
         # What failed or was slow first: with many workers, these are the ones to see.
-        rows.sort(key=lambda row: (not row["error"], not row["straggler"], *_rank(row)))
+        rows.sort(key=_rank)
         end = now if self.ended is None else self.ended
         return {**self.summarize(), "span": max(end - self.began, 1e-3), "rows": rows}
 
@@ -217,11 +218,8 @@ class Timeline:
         return refit
 
 
-def _rank(row: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Return a key that has `tiny-2` before `tiny-10`."""
-    stem = row["name"].rstrip("0123456789")
-    number = row["name"][len(stem) :][:9]
-    return stem, int(number) if number.isascii() and number else 0, row["instance"]
+def _rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return not row["error"], not row["straggler"], rank_name(row["name"]), row["instance"]
 
 
 def _rename(step: str) -> str:

@@ -112,7 +112,7 @@ class Head:
 
     async def _become_ready(self) -> None:
         self._healing.start()
-        keeper = self._parts.record.keepers[self._parts.parts[SERVICES].node]
+        keeper = self._parts.keepers[self._parts.parts[SERVICES].node]
         self._secret = (await keeper.wait_until_joinable.remote(self._parts.parts[SERVICES].name))[
             "join"
         ]["secret"]
@@ -142,15 +142,14 @@ class Head:
         import ray
 
         self._healing.cancel()
-        await self._parts.wait_for_calls()
-        record = self._parts.record
-        keepers = list(record.keepers.values())
+        await self._parts.groups.wait_for_calls()
+        keepers = list(self._parts.keepers.values())
         stops = [cluster.outlast(keeper.stop.remote) for keeper in keepers]
         # A Keeper that died has no answer; the lifeline has told its supervisor to stop.
         await asyncio.gather(*stops, return_exceptions=True)
         for keeper in keepers:
             ray.kill(keeper)
-        self._freed = await asyncio.to_thread(cluster.remove_groups, list(record.groups))
+        self._freed = await asyncio.to_thread(cluster.remove_groups, list(self._parts.groups.nodes))
 
     # --- what drivers ask ------------------------------------------------------------------------
 
@@ -216,18 +215,18 @@ class Head:
         return list(self._events.entries)
 
     async def read_secret(self) -> str:
-        """Return the secret that signs orders and offers. Who may call this may run code on the
-        cluster."""
+        """Return the secret that signs orders and offers. Every caller may run code on
+        the cluster anyway."""
         return self._secret
 
     async def replace_worker(self, worker: Worker) -> bool:
         """Kill a worker so that its supervisor restarts it."""
-        calls = [keeper.replace.remote(worker) for keeper in self._parts.record.keepers.values()]
+        calls = [keeper.replace.remote(worker) for keeper in self._parts.keepers.values()]
         return any(a is True for a in await asyncio.gather(*calls, return_exceptions=True))
 
     async def read_log(self, process: str, lines: int, reader: str = "") -> list[str] | None:
         """Return the last lines of a process's log; with a `reader`, then what is new to it."""
-        for keeper in self._parts.record.keepers.values():
+        for keeper in self._parts.keepers.values():
             call = (
                 keeper.follow_log.remote(process, lines, reader)
                 if reader
@@ -243,7 +242,7 @@ class Head:
         self, known: dict[str, dict[str, int]], own: frozenset[str]
     ) -> dict[str, Pieces]:
         """Return what each node has recorded and the reader does not have."""
-        keepers = {node[:12]: keeper for node, keeper in self._parts.record.keepers.items()}
+        keepers = {node[:12]: keeper for node, keeper in self._parts.keepers.items()}
         calls = [
             keeper.read_record.remote(known.get(node, {}), own) for node, keeper in keepers.items()
         ]

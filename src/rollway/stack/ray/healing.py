@@ -95,11 +95,11 @@ class Healing:
         task.add_done_callback(end)
 
     async def _watch_part(self, part: Part) -> None:
-        """Wait for the end of a part, which nobody has asked for; then heal the stack."""
+        """Wait until a part ends without being stopped; then heal the stack."""
         import ray
 
         where = part.describe(self.parts.addresses)
-        keeper = self.parts.record.keepers[part.node]
+        keeper = self.parts.keepers[part.node]
         try:
             error = await cluster.outlast(partial(keeper.watch.remote, part.name))
             cause = f"The supervisor of the engines of {where} ended. {error}".rstrip()
@@ -122,7 +122,7 @@ class Healing:
         if await self._revive_keeper(part.node):
             await self._restart_part(part, cause)
             return
-        dead = self.parts.record.keepers.pop(part.node, None)
+        dead = self.parts.keepers.pop(part.node, None)
         if dead is not None:
             ray.kill(dead)  # or Ray would start it if the node came back
         self._lost.add(part.node)
@@ -145,7 +145,7 @@ class Healing:
         """Return whether the node lives and has a Keeper, a new one if it must be."""
         deadline = time.monotonic() + NODE_SECONDS
         attempt: asyncio.Task[None] | None = None
-        keeper = self.parts.record.keepers.get(node)
+        keeper = self.parts.keepers.get(node)
         if keeper is not None:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(cluster.get_result(keeper.examine.remote()), 10.0)
@@ -248,9 +248,7 @@ class Healing:
                     continue
                 method = "release_rank" if all(waiting) else "stop_rank"
                 calls = [
-                    getattr(self.parts.record.keepers[part.node], method).remote(
-                        part.name, process.name
-                    )
+                    getattr(self.parts.keepers[part.node], method).remote(part.name, process.name)
                     for (part, process), waits in zip(members, waiting, strict=True)
                     if all(waiting) or not waits
                 ]
@@ -258,7 +256,7 @@ class Healing:
 
     async def read_states(self) -> list[tuple[Part, StackState]]:
         """Return the states of all parts that answer."""
-        keepers = dict(self.parts.record.keepers)
+        keepers = dict(self.parts.keepers)
         answers = await asyncio.gather(
             *(cluster.get_result(keeper.read_states.remote()) for keeper in keepers.values()),
             return_exceptions=True,

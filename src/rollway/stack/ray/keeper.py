@@ -25,7 +25,7 @@ import msgspec
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.private import is_plain_name
-from rollway.stack import local, logs, preset
+from rollway.stack import access, local, logs, preset
 from rollway.stack.locks import Lease
 from rollway.stack.ray import cluster
 from rollway.stack.ray.mirror import Pieces, read_record
@@ -169,13 +169,14 @@ class Keeper:
 
     async def replace(self, worker: Worker) -> bool:
         """Kill a worker that does not answer, if it is on this node, so that it restarts."""
-        return any([await local.replace_worker(name, worker) for name in list(self._running)])
+        stacks = [access.LocalAccess(name) for name in self._running]
+        return any([await stack.replace_worker(worker) for stack in stacks])
 
     async def stop_rank(self, name: str, process: str) -> bool:
-        return await asyncio.to_thread(local.stop_rank, name, process)
+        return await asyncio.to_thread(access.stop_rank, name, process)
 
     async def release_rank(self, name: str, process: str) -> None:
-        await asyncio.to_thread(local.release_rank, name, process)
+        await asyncio.to_thread(access.release_rank, name, process)
 
     async def read_log(self, process: str, lines: int) -> list[str] | None:
         """Return the last lines of a log; None if this node does not have it."""

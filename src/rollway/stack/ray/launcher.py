@@ -30,6 +30,12 @@ from rollway.errors import (
 from rollway.stack import local
 from rollway.stack.ray import cluster
 from rollway.stack.ray.access import RayAccess, make_gone_error
+from rollway.stack.ray.connection import (
+    connect,
+    get_address,
+    get_environment_address,
+    has_local_cluster,
+)
 from rollway.stack.ray.node_check import check_runtime_envs, get_python, make_import_error
 from rollway.stack.ray.placement import NodeInfo, Placement, check_ranks, plan_placement
 from rollway.stack.ray.witness import create_witness
@@ -51,7 +57,7 @@ class RayStack:
         self.access = access
         self.state = state
         self._connection = connection
-        self._address = cluster.get_address()
+        self._address = get_address()
 
     def detach(self) -> None:
         """Leave the stack running when this process ends."""
@@ -62,7 +68,7 @@ class RayStack:
         """Stop the stack; return when nothing of it is left."""
         try:
             # The user may have closed the connection since, or opened another.
-            with cluster.connect(self._address):
+            with connect(self._address):
                 _stop(self.access, self.state.stop_seconds, progress)
         finally:
             self.close()
@@ -86,7 +92,7 @@ def start(
     On failure, and on KeyboardInterrupt, everything that has started is stopped first. A caller
     that has placed the replicas itself gives the `placement`."""
     with ExitStack() as connection:
-        connection.enter_context(cluster.connect(spec.ray.address))
+        connection.enter_context(connect(spec.ray.address))
         cluster.clear_leftovers()
         nodes = cluster.read_nodes()
         placement = placement or plan_placement(spec, nodes)
@@ -108,7 +114,7 @@ def start(
 
 def plan(spec: StackSpec) -> tuple[Placement, list[NodeInfo]]:
     """Return where the stack would run now; refuse what `start` would refuse before it starts."""
-    with cluster.connect(spec.ray.address):
+    with connect(spec.ray.address):
         nodes = cluster.read_nodes()
         placement = plan_placement(spec, nodes)
         _check_placement(spec, placement, nodes)
@@ -220,7 +226,7 @@ def may_reach_cluster() -> bool:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return True
-    has_address = bool(cluster.get_environment_address()) or cluster.has_local_cluster()
+    has_address = bool(get_environment_address()) or has_local_cluster()
     return has_address and importlib.util.find_spec("ray") is not None
 
 
@@ -250,7 +256,7 @@ def find(target: str, address: str | None = None) -> RayStack | None:
     """Return a running stack by NAME or NAMESPACE/NAME; None if there is none."""
     namespace, _, name = target.rpartition("/")
     with ExitStack() as connection:
-        connection.enter_context(cluster.connect(address))
+        connection.enter_context(connect(address))
         head = cluster.find_head(name, namespace or None)
         if head is None:
             return None
@@ -271,7 +277,7 @@ def _find_namespace(name: str, namespace: str) -> str:
 def list_stacks(address: str | None = None) -> list[StackState]:
     """Return the states of all stacks of the cluster."""
     states = []
-    with cluster.connect(address):
+    with connect(address):
         for namespace, name in cluster.list_heads():
             head = cluster.find_head(name, namespace)
             with contextlib.suppress(StackNotRunning):
@@ -282,7 +288,7 @@ def list_stacks(address: str | None = None) -> list[StackState]:
 
 def clear_leftovers(address: str | None = None) -> list[str]:
     """Remove what dead runs have left in the cluster; return the names of their groups."""
-    with cluster.connect(address):
+    with connect(address):
         return cluster.clear_leftovers()
 
 

@@ -1,4 +1,4 @@
-"""Bring the record of a run on several nodes together, on the node of who wants to read it.
+"""Collect the record of a run from all of its nodes, on the node of the reader.
 
     node A   runs/<run>/supervisor-….jsonl ── Keeper ──┐
     node B   runs/<run>/supervisor-….jsonl ── Keeper ──┴─► Head ─► runs/<run>/node-<node>-….jsonl
@@ -35,7 +35,7 @@ Pieces = dict[str, bytes]
 
 
 def read_record(directory: Path, known: Known, own: frozenset[str]) -> Pieces:
-    """Return what files of a record have beyond the `known` bytes, but for the reader's `own`."""
+    """Return what files of a record have beyond the `known` bytes, except the reader's `own`."""
     parts: Pieces = {}
     room = LARGEST_BYTES
     for path in sorted(directory.glob("*.jsonl")):

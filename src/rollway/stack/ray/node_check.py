@@ -177,7 +177,7 @@ def _has_dynamo(python: str) -> bool:
 
 
 def _find_missing_packages(python: str, packages: list[str]) -> list[str]:
-    """Return the packages that an interpreter does not have in the version that is asked for."""
+    """Return the packages that an interpreter does not have in the required version."""
     if not packages:
         return []
     from packaging.requirements import Requirement

@@ -52,7 +52,7 @@ def list_splits(ranks: int, engine_ranks: int) -> tuple[tuple[int, int], ...]:
     """List the even splits of a replica over nodes, the smallest number of nodes first.
 
     `engine_ranks` are the ranks of one data-parallel engine: vLLM puts whole engines on a node, or
-    one engine on several nodes, but no engine and a half."""
+    one engine on several nodes, never parts of two engines on one node."""
     splits = []
     for nodes in range(1, ranks + 1):
         here, rest = divmod(ranks, nodes)

@@ -1,4 +1,4 @@
-"""The parts of a run: one supervisor's stack each, with the groups that hold their resources.
+"""The parts of a run: one supervisor's stack each, and the Keepers that run them.
 
 A node has one part for its whole replicas. A replica over several nodes has a part of its own on
 each of them, so that its ranks can be stopped, and placed again, without touching others. Part 0
@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError, restore_error
-from rollway.model_spec import slug
 from rollway.ranks import PlacedWorker
 from rollway.stack.commands import WILDCARDS
 from rollway.stack.ray import cluster
+from rollway.stack.ray.groups import Groups
 from rollway.stack.ray.keeper import Keeper
 from rollway.stack.ray.node_check import get_python, list_needs, make_import_error
 from rollway.stack.ray.placement import Placement, RankPlace, ReplicaPlace
 from rollway.stack.state import make_ray_part_name
 
-GROUP_SECONDS = 60.0
 SERVICES = 0
 
 
@@ -45,32 +44,22 @@ class Part:
         return f"node {addresses.get(self.node, '?')} ({self.node[:8]})"
 
 
-@dataclass(slots=True)
-class Record:
-    """What a run has created, or is about to create: an entry is written before its object."""
-
-    groups: dict[str, set[str]] = field(default_factory=dict)
-    """The nodes of each group's bundles."""
-    keepers: dict[str, Any] = field(default_factory=dict)
-    """The Keeper of each node."""
-
-
 class Parts:
-    """Creates groups, keepers and parts; remembers all of them."""
+    """Creates Keepers and parts, with their groups; remembers all of them."""
 
     def __init__(self, spec: StackSpec, run_id: str, head: Any) -> None:
         self.spec = spec
         self.run_id = run_id
-        self.record = Record()
+        self.groups = Groups(spec, run_id)
+        self.keepers: dict[str, Any] = {}
+        """The Keeper of each node that has one, or is about to have one."""
         self.parts: dict[int, Part] = {}
         self.addresses: dict[str, str] = {}
         self.steps: dict[str, float] = {}
         """The seconds after which each step of the start was done."""
         self._head = head
-        self._gpus: dict[tuple[str, int], list[str]] = {}
         self._has_gpus: dict[str, bool] = {}
         self._join: dict[str, Any] = {}
-        self._calls: set[asyncio.Future[Any]] = set()
         self._next_part = 0
         self._next_keeper = 0
         self._rendezvous: dict[ReplicaPlace, asyncio.Future[tuple[int, int, int]]] = {}
@@ -84,7 +73,7 @@ class Parts:
         nodes = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
         self._is_spread = len(self.addresses) > 1
         began = time.monotonic()
-        bundles = self._record_groups(placement.replicas, placement.services)
+        bundles = self.groups.record_bundles(placement.replicas, placement.services)
         needs = {
             node: list_needs(
                 self.spec, runs_services=node == placement.services, is_spread=len(nodes) > 1
@@ -95,12 +84,12 @@ class Parts:
         # Ray has registered the Keepers, which know their groups, before it hears of the groups.
         # Their processes start while Ray reserves.
         keepers = {node: self._create_keeper(node) for node in needs}
-        groups = asyncio.ensure_future(self._create_groups(bundles))
+        groups = asyncio.ensure_future(self.groups.create(bundles))
         try:
             checks = (self._examine(n, keepers[n], need) for n, need in needs.items())
             await asyncio.gather(*checks)
             self.steps["keepers"] = time.monotonic() - began
-            await self._read_gpus(placement.replicas, await groups)
+            await self.groups.read_gpus(placement.replicas, await groups, self._has_gpus)
         finally:
             groups.cancel()
         self.steps["groups"] = time.monotonic() - began
@@ -124,12 +113,12 @@ class Parts:
         """Start parts for replicas that were placed again; return them, or leave nothing."""
         self.read_addresses()
         nodes = {rank.node for place in replicas for rank in place.ranks}
-        missing = sorted(nodes - self.record.keepers.keys())
+        missing = sorted(nodes - self.keepers.keys())
         needs = list_needs(self.spec, runs_services=False, is_spread=True)
         await asyncio.gather(*(self.create_keeper(node, needs) for node in missing))
         parts: list[Part] = []
         try:
-            await self.reserve(replicas)
+            await self._reserve(replicas)
             parts = self._divide(replicas)
             # All starts must have ended before any is stopped.
             starts = (self.launch(part) for part in parts)
@@ -145,15 +134,11 @@ class Parts:
         """Stop parts, then free the groups of these replicas."""
         for part in parts:
             self.parts.pop(part.number, None)
-            keeper = self.record.keepers.get(part.node)
+            keeper = self.keepers.get(part.node)
             if keeper is not None:
                 calls = [keeper.stop_part.remote(part.name)]
                 await asyncio.gather(*calls, return_exceptions=True)  # the node may be lost
-        names = [self.name_group(place) for place in replicas]
-        freed = await asyncio.to_thread(cluster.remove_groups, names)
-        await asyncio.to_thread(cluster.wait_until_free, freed)
-        for name in names:
-            self.record.groups.pop(name, None)
+        await self.groups.remove(replicas)
 
     def renew(self, part: Part) -> Part:
         """Return a new part with the same workers on the same node, in place of a dead one."""
@@ -166,7 +151,7 @@ class Parts:
 
     async def _learn_join(self, first: Part, start: asyncio.Future[None]) -> None:
         """Wait until the other parts can join; raise the error of the first part's start."""
-        keeper = self.record.keepers[first.node]
+        keeper = self.keepers[first.node]
         join = asyncio.ensure_future(
             cluster.get_result(keeper.wait_until_joinable.remote(first.name))
         )
@@ -201,8 +186,8 @@ class Parts:
             max_concurrency=1000,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        groups = self._list_groups(node)  # also those of a Keeper that died here
-        keeper = self.record.keepers[node] = options.remote(self.run_id, name, self._head, groups)
+        groups = self.groups.list_on(node)  # also those of a Keeper that died here
+        keeper = self.keepers[node] = options.remote(self.run_id, name, self._head, groups)
         return keeper
 
     async def _examine(self, node: str, keeper: Any, needs: dict[str, Any] | None) -> None:
@@ -226,105 +211,17 @@ class Parts:
     def _drop_keeper(self, node: str, keeper: Any) -> None:
         import ray
 
-        if self.record.keepers.get(node) is keeper:
-            del self.record.keepers[node]
+        if self.keepers.get(node) is keeper:
+            del self.keepers[node]
         ray.kill(keeper)
 
-    # --- groups ----------------------------------------------------------------------------------
-
-    async def reserve(self, replicas: Sequence[ReplicaPlace]) -> None:
+    async def _reserve(self, replicas: Sequence[ReplicaPlace]) -> None:
         """Have Ray hold the resources of these replicas, and read which GPUs it chose."""
-        bundles = self._record_groups(replicas)
+        bundles = self.groups.record_bundles(replicas)
         nodes = {node for ranks in bundles.values() for node, _ in ranks}
-        await asyncio.gather(
-            *(
-                cluster.get_result(self.record.keepers[n].add_groups.remote(self._list_groups(n)))
-                for n in nodes
-            )
-        )
-        await self._read_gpus(replicas, await self._create_groups(bundles))
-
-    def _record_groups(
-        self, replicas: Sequence[ReplicaPlace], services: str | None = None
-    ) -> dict[str, list[tuple[str, dict[str, float]]]]:
-        """Record the groups of these replicas; return the node and resources of their bundles."""
-        wanted: dict[str, list[tuple[str, dict[str, float]]]] = {}
-        if services is not None:
-            wanted[cluster.get_part_name(self.run_id, "services")] = [
-                (services, {"CPU": self.spec.ray.cpus})
-            ]
-        for place in replicas:
-            name = self.name_group(place)
-            self._gpus |= {(name, rank.node_rank): list(rank.gpu_ids) for rank in place.ranks}
-            wanted[name] = [
-                (rank.node, {"CPU": rank.cpus, "GPU": rank.gpus}) for rank in place.ranks
-            ]
-        bundles = {
-            name: [(node, {k: v for k, v in resources.items() if v}) for node, resources in ranks]
-            for name, ranks in wanted.items()
-        }
-        # Unless the spec reserves nothing.
-        bundles = {name: ranks for name, ranks in bundles.items() if all(r for _, r in ranks)}
-        self.record.groups |= {name: {n for n, _ in ranks} for name, ranks in bundles.items()}
-        return bundles
-
-    async def _create_groups(
-        self, bundles: Mapping[str, list[tuple[str, dict[str, float]]]]
-    ) -> dict[str, Any]:
-        """Create groups; return them when Ray has reserved their resources."""
-        groups: dict[str, Any] = await self._call(_create_groups, bundles)
-        deadline = time.monotonic() + GROUP_SECONDS
-        for name, group in groups.items():
-            # For a second only: a thread that waits cannot be cancelled, and a stop needs threads.
-            while not await asyncio.to_thread(group.wait, 1):
-                if time.monotonic() > deadline:
-                    raise StartError(
-                        f"Ray has not reserved the resources of {name.rpartition('/')[2]} after "
-                        f"{GROUP_SECONDS:g} s; others may have taken them meanwhile.",
-                        "See `ray status`, then start the stack again.",
-                    )
-        return groups
-
-    def _list_groups(self, node: str) -> dict[str, bool]:
-        """Return the groups with a bundle on a node; whether other nodes have bundles, too."""
-        entries = self.record.groups.items()
-        return {name: len(nodes) > 1 for name, nodes in entries if node in nodes}
-
-    def name_group(self, place: ReplicaPlace) -> str:
-        parts = (slug(place.model), place.role, str(place.replica))
-        return cluster.get_part_name(self.run_id, "-".join(part for part in parts if part))
-
-    async def _read_gpus(self, replicas: Sequence[ReplicaPlace], groups: Mapping[str, Any]) -> None:
-        """Read which GPUs Ray assigned to each bundle; none on nodes where Ray only counts them."""
-        await asyncio.gather(
-            *(self._read_gpus_of(place, groups[self.name_group(place)]) for place in replicas
-              if self.name_group(place) in groups)
-        )  # fmt: skip
-
-    async def _read_gpus_of(self, place: ReplicaPlace, group: Any) -> None:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        for index, rank in enumerate(place.ranks):
-            key = self.name_group(place), rank.node_rank
-            if rank.gpus and self._has_gpus.get(rank.node):
-                task = ray.remote(_get_gpus).options(
-                    num_cpus=0,
-                    num_gpus=rank.gpus,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
-                )
-                self._gpus[key] = await task.remote()
-
-    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Create something of Ray in a thread, which continues if this run is cancelled."""
-        task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        return await asyncio.shield(task)
-
-    async def wait_for_calls(self) -> None:
-        """Wait until nothing is being created; then what the record has can be removed."""
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        adds = (self.keepers[n].add_groups.remote(self.groups.list_on(n)) for n in nodes)
+        await asyncio.gather(*map(cluster.get_result, adds))
+        await self.groups.read_gpus(replicas, await self.groups.create(bundles), self._has_gpus)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -352,7 +249,7 @@ class Parts:
     async def _start_part(
         self, part: Part, fields: Mapping[str, Any], after: Sequence[str] = ()
     ) -> None:
-        keeper = self.record.keepers[part.node]
+        keeper = self.keepers[part.node]
         spec = self._make_spec(part, fields, await self._place(part))
         answer = await keeper.start.remote(spec, list(after))
         if "error" in answer:
@@ -362,12 +259,11 @@ class Parts:
         """Return the workers of a part as the spec's `placed` has them."""
         placed = []
         for place, rank in part.workers:
-            group = self.name_group(place)
             worker = PlacedWorker(
                 model=place.model,
                 replica=place.replica,
                 role=place.role,
-                gpus=self._gpus.get((group, rank.node_rank), []),
+                gpus=self.groups.get_gpus(place, rank),
                 node_rank=rank.node_rank,
                 nodes=len(place.ranks),
                 **await self._choose_rendezvous(place),
@@ -382,9 +278,7 @@ class Parts:
         if place not in self._rendezvous:
             node = place.ranks[0].node
             self._rendezvous[place] = asyncio.ensure_future(
-                cluster.get_result(
-                    self.record.keepers[node].lease_ports.remote(self.addresses[node])
-                )
+                cluster.get_result(self.keepers[node].lease_ports.remote(self.addresses[node]))
             )
         master, rpc, admin = await self._rendezvous[place]
         host = self.addresses[place.ranks[0].node]
@@ -415,13 +309,3 @@ def choose_host(requested: str, address: str) -> str:
 def _locate_error(error: Mapping[str, Any], where: str) -> RollwayError:
     """Restore the error of a part's start, with its node."""
     return restore_error({**error, "message": f"On {where}: {error['message']}"})
-
-
-def _create_groups(bundles: Mapping[str, list[tuple[str, dict[str, float]]]]) -> dict[str, Any]:
-    return {name: cluster.create_group(name, ranks) for name, ranks in bundles.items()}
-
-
-def _get_gpus() -> list[str]:
-    import ray
-
-    return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]

@@ -266,10 +266,10 @@ def inspect_source(tensors: Source | None) -> InspectedSource:
         return InspectedSource(named_tensors(all_items()), [], on_gpu, is_stream)
     on_gpu = bool(first[0].tensor.is_cuda)
     # HeldTensors are views of the trainer's own memory: a list of them costs nothing.
-    held = [item for item in all_items() if not isinstance(item, tuple)]
-    if all(item.owned_here and is_whole(item) for item in held):
-        return InspectedSource(named_tensors(held), [], on_gpu)
-    return InspectedSource(iter(()), held, on_gpu)
+    items = [item for item in all_items() if not isinstance(item, tuple)]
+    if all(item.owned_here and is_whole(item) for item in items):
+        return InspectedSource(named_tensors(items), [], on_gpu)
+    return InspectedSource(iter(()), items, on_gpu)
 
 
 def list_items(tensors: Source) -> Iterable[NamedTensor | HeldTensor]:
@@ -299,16 +299,16 @@ def named_tensors(tensors: Source) -> Iterator[NamedTensor]:
             )
 
 
-def is_whole(held: HeldTensor) -> bool:
-    """Tell whether a HeldTensor is a complete tensor of the checkpoint, under its own name."""
-    if len(held.pieces) != 1:
+def is_whole(item: HeldTensor) -> bool:
+    """Return whether a HeldTensor is a complete tensor of the checkpoint, under its own name."""
+    if len(item.pieces) != 1:
         return False
-    (piece,) = held.pieces
+    (piece,) = item.pieces
     return (
-        piece.name == held.shard.name
+        piece.name == item.shard.name
         and not piece.transposed
         and not any(piece.at)
-        and piece.box.shape == held.shard.shape == tuple(held.tensor.shape)
+        and piece.box.shape == item.shard.shape == tuple(item.tensor.shape)
     )
 
 

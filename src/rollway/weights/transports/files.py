@@ -306,7 +306,7 @@ class WeightFileWriter:
         """The word sum of each tensor; those of a GPU are still there."""
 
     def has_room(self, name: str, tensor: Tensor, most: int) -> bool:
-        """Tell whether the tensor fits the header, and the file then has no more than `most`
+        """Return whether the tensor fits the header, and the file then has no more than `most`
         bytes."""
         header = self._header_bytes + _measure_entry(name, tensor)
         return not self.sums or (header < HEADER_BYTES and self.nbytes + tensor.nbytes <= most)

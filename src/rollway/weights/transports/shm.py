@@ -203,10 +203,10 @@ class ShmPublisher(Publisher):
         sums = word_sums([view_entry(slot.grow(nbytes), entry) for entry in entries])
         return _announce(slot, version, entries, sums, nbytes)
 
-    def _publish_shards(self, version: int, held: Sequence[HeldTensor]) -> Offer:
+    def _publish_shards(self, version: int, items: Sequence[HeldTensor]) -> Offer:
         """Publish what this rank owns; each shard lists the boxes of the model in it."""
         # A shard may consist of padding only; then it has no pieces.
-        owned = [item for item in held if item.owned_here and item.pieces]
+        owned = [item for item in items if item.owned_here and item.pieces]
         boxes = {item.shard.name: list_boxes(item) for item in owned}
         tensors = [(item.shard.name, item.tensor) for item in owned]
         nbytes = sum(align(item.tensor.nbytes, _ALIGNMENT) for item in owned)

@@ -43,9 +43,9 @@ class RankSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _Slots = Annotated[list[RankSlot], msgspec.Meta(min_length=1, max_length=1 << 16)]
 
 
-def list_boxes(held: HeldTensor) -> list[PlacedBox]:
+def list_boxes(item: HeldTensor) -> list[PlacedBox]:
     """List the boxes of the model that this tensor of a rank contains."""
-    return [PlacedBox(p.name, p.box.start, p.box.stop, p.at, p.transposed) for p in held.pieces]
+    return [PlacedBox(p.name, p.box.start, p.box.stop, p.at, p.transposed) for p in item.pieces]
 
 
 def join_offers(offers: Sequence[Offer]) -> Offer:

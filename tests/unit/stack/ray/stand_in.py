@@ -183,12 +183,12 @@ class StandIn:
         return Run(self, owner, witness)
 
     def left(self) -> dict[str, Any]:
-        found = {
+        left = {
             "keepers": [a.name for a in self.actors if not a.is_dead],
             "groups": sorted(self.groups),
             "stacks": sorted(self.running),
         }
-        return {what: names for what, names in found.items() if names}
+        return {what: names for what, names in left.items() if names}
 
 
 class Run:

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from rollway.errors import UsageError
-from rollway.stack.ray import cluster, launcher
+from rollway.stack.ray import cluster, connection, launcher
 
 
 class Connection:
@@ -21,9 +21,9 @@ class Connection:
         self.is_open = is_open
         self.opened: list[str] = []
         self.closed = 0
-        monkeypatch.setattr(cluster, "_CURRENT_CLUSTER", Path("/no-cluster"))
-        monkeypatch.setattr(cluster, "_list_process_addresses", set)
-        monkeypatch.setattr(cluster, "_is_node", lambda: True)
+        monkeypatch.setattr(connection, "_CURRENT_CLUSTER", Path("/no-cluster"))
+        monkeypatch.setattr(connection, "_list_process_addresses", set)
+        monkeypatch.setattr(connection, "_is_node", lambda: True)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         monkeypatch.setattr(ray, "is_initialized", lambda: self.is_open)
         monkeypatch.setattr(ray, "init", self.open)
@@ -41,37 +41,37 @@ class Connection:
 
 
 def test_a_users_connection_is_used_and_never_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = Connection(monkeypatch, is_open=True)
-    with cluster.connect(), cluster.connect("10.0.0.1:6379"):
+    fake = Connection(monkeypatch, is_open=True)
+    with connection.connect(), connection.connect("10.0.0.1:6379"):
         pass
-    assert (connection.opened, connection.closed) == ([], 0)
+    assert (fake.opened, fake.closed) == ([], 0)
     with pytest.raises(UsageError, match="connected to the Ray cluster at"):
-        cluster.connect("10.0.0.2:6379").__enter__()
+        connection.connect("10.0.0.2:6379").__enter__()
 
 
 def test_an_own_connection_is_closed_by_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = Connection(monkeypatch, is_open=False)
-    first, second = cluster.connect(), cluster.connect()
+    fake = Connection(monkeypatch, is_open=False)
+    first, second = connection.connect(), connection.connect()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert (connection.opened, connection.closed) == (["auto"], 0)
+    assert (fake.opened, fake.closed) == (["auto"], 0)
     second.__exit__(None, None, None)
-    assert connection.closed == 1
+    assert fake.closed == 1
 
 
 def test_processes_of_a_cluster_that_cannot_be_reached_are_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those of a container, for example: Ray would try for minutes."""
-    connection = Connection(monkeypatch, is_open=False)
+    fake = Connection(monkeypatch, is_open=False)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and nobody listens
         port = unused.getsockname()[1]
-        monkeypatch.setattr(cluster, "_list_process_addresses", lambda: {f"127.0.0.1:{port}"})
+        monkeypatch.setattr(connection, "_list_process_addresses", lambda: {f"127.0.0.1:{port}"})
         with pytest.raises(UsageError, match="no Ray cluster on this machine"):
-            cluster.connect().__enter__()
-    assert connection.opened == []
+            connection.connect().__enter__()
+    assert fake.opened == []
 
 
 def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
@@ -79,7 +79,7 @@ def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(UsageError, match=f"no Ray cluster at {address}"):
-        cluster.connect(address).__enter__()
+        connection.connect(address).__enter__()
 
 
 @pytest.mark.parametrize("is_in_environment", [False, True])
@@ -88,44 +88,44 @@ def test_what_is_no_address_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, address: str, is_in_environment: bool
 ) -> None:
     """Ray would try the third for half a minute, and start a cluster of its own for `local`."""
-    connection = Connection(monkeypatch, is_open=False)
+    fake = Connection(monkeypatch, is_open=False)
     if is_in_environment:
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(UsageError, match=f"`{address}` is not the address") as failure:
-        cluster.connect(None if is_in_environment else address).__enter__()
-    assert "HOST:PORT" in failure.value.hint and connection.opened == []
+        connection.connect(None if is_in_environment else address).__enter__()
+    assert "HOST:PORT" in failure.value.hint and fake.opened == []
 
 
 def test_a_dead_cluster_in_the_environment_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray would try for two minutes, also for a command about stacks of this machine."""
-    connection = Connection(monkeypatch, is_open=False)
+    fake = Connection(monkeypatch, is_open=False)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and nobody listens
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(UsageError, match=f"no Ray cluster at {address}") as failure:
-            cluster.connect().__enter__()
-    assert "RAY_ADDRESS" in failure.value.hint and connection.opened == []
+            connection.connect().__enter__()
+    assert "RAY_ADDRESS" in failure.value.hint and fake.opened == []
 
 
 def test_a_machine_that_is_no_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver of Ray needs a raylet beside it; Ray would look for one for a minute."""
-    connection = Connection(monkeypatch, is_open=False)
-    monkeypatch.setattr(cluster, "_is_node", lambda: False)
+    fake = Connection(monkeypatch, is_open=False)
+    monkeypatch.setattr(connection, "_is_node", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(UsageError, match="This machine is no node") as failure:
-            cluster.connect(address).__enter__()
-    assert f"ray start --address {address}" in failure.value.hint and connection.opened == []
+            connection.connect(address).__enter__()
+    assert f"ray start --address {address}" in failure.value.hint and fake.opened == []
 
 
 def test_a_connection_by_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Connection(monkeypatch, is_open=True)
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     with pytest.raises(UsageError, match=r"Ray Client .* cannot run stacks"):
-        cluster.connect().__enter__()
+        connection.connect().__enter__()
 
 
 LIVING, DEAD, KEPT = "a" * 16, "b" * 16, "c" * 16
@@ -165,25 +165,25 @@ def test_the_file_of_a_killed_cluster_is_no_cluster(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Otherwise every command about stacks of this machine would wait for that cluster."""
-    connection = Connection(monkeypatch, is_open=False)
+    fake = Connection(monkeypatch, is_open=False)
     file = tmp_path / "ray_current_cluster"
-    monkeypatch.setattr(cluster, "_CURRENT_CLUSTER", file)
+    monkeypatch.setattr(connection, "_CURRENT_CLUSTER", file)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert not launcher.may_reach_cluster()
     with socket.create_server(("127.0.0.1", 0)) as server:
         file.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
         assert launcher.may_reach_cluster()
     assert not launcher.may_reach_cluster()
-    with pytest.raises(UsageError, match="no Ray cluster on this machine"), cluster.connect():
+    with pytest.raises(UsageError, match="no Ray cluster on this machine"), connection.connect():
         pass
-    assert connection.opened == []  # Ray would try for minutes
+    assert fake.opened == []  # Ray would try for minutes
 
 
 def test_a_cluster_that_refuses_this_process_is_not_called_absent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`ray start` asks for a token where the home has one; drivers do not send it by themselves."""
-    connection = Connection(monkeypatch, is_open=False)
+    fake = Connection(monkeypatch, is_open=False)
 
     def refuse(**_: Any) -> None:
         raise ConnectionError("Failed to connect to Ray cluster")
@@ -192,8 +192,8 @@ def test_a_cluster_that_refuses_this_process_is_not_called_absent(
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(UsageError, match=r"does not accept this process.*RAY_AUTH_MODE=token"):
-            cluster.connect(address).__enter__()
-    assert not connection.is_open
+            connection.connect(address).__enter__()
+    assert not fake.is_open
 
 
 @pytest.mark.parametrize(
@@ -216,15 +216,15 @@ def test_a_cluster_has_several_addresses(
     context = SimpleNamespace(gcs_address=current)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     if is_same:
-        with cluster.connect(address):
+        with connection.connect(address):
             pass
     else:
         with pytest.raises(UsageError, match="not to"):
-            cluster.connect(address).__enter__()
+            connection.connect(address).__enter__()
 
 
 def test_a_cluster_of_other_versions_is_named_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = Connection(monkeypatch, is_open=False)
+    fake = Connection(monkeypatch, is_open=False)
 
     def refuse(**_: Any) -> None:
         raise RuntimeError(
@@ -236,8 +236,8 @@ def test_a_cluster_of_other_versions_is_named_with_both(monkeypatch: pytest.Monk
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(UsageError) as failure:
-            cluster.connect(address).__enter__()
+            connection.connect(address).__enter__()
     assert "Ray: 2.9.0 Python: 3.10.1" in failure.value.message
     assert "Ray: 2.60.0" in failure.value.message
     assert "the cluster's versions of Ray and Python" in failure.value.hint
-    assert not connection.is_open
+    assert not fake.is_open

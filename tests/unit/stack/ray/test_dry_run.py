@@ -13,7 +13,7 @@ import pytest
 from rollway.cli import main
 from rollway.config import load_spec
 from rollway.stack import preset
-from rollway.stack.ray import cluster
+from rollway.stack.ray import cluster, launcher
 from rollway.stack.ray.dry_run import PlannedProcess, plan_processes
 from rollway.stack.ray.placement import plan_placement
 from tests.unit.stack.ray.stand_in import make_nodes
@@ -103,7 +103,7 @@ def test_the_command_prints_the_table_or_json(
         yield
 
     # No cluster here: tests/ray reads the nodes of a real one.
-    monkeypatch.setattr(cluster, "connect", connect)
+    monkeypatch.setattr(launcher, "connect", connect)
     monkeypatch.setattr(cluster, "read_nodes", lambda: make_nodes(1, 1))
     command = ["up", "--model", "org/m", "--on", "ray=10.0.0.0:6379", "--dry-run",
                "--set", "models.0.replicas=2"]  # fmt: skip
@@ -138,7 +138,7 @@ def test_the_command_refuses_what_up_would_refuse(
     fields: list[str],
     cause: str,
 ) -> None:
-    monkeypatch.setattr(cluster, "connect", lambda address: contextlib.nullcontext())
+    monkeypatch.setattr(launcher, "connect", lambda address: contextlib.nullcontext())
     monkeypatch.setattr(cluster, "read_nodes", lambda: make_nodes(1, 1))
     changes = [word for field in ("models.0.replicas=2", *fields) for word in ("--set", field)]
     assert main(["up", "--model", "org/m", "--on", "ray", "--dry-run", "--json", *changes]) == 2

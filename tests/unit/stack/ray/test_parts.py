@@ -48,7 +48,7 @@ def make_parts(**fields: Any) -> tuple[Parts, dict[str, Keeper]]:
     parts.addresses = {"one": "10.0.0.1", "two": "10.0.0.2"}
     parts._is_spread = True
     keepers = {"one": Keeper(), "two": Keeper()}
-    parts.record.keepers = dict(keepers)
+    parts.keepers = dict(keepers)
     return parts, keepers
 
 
@@ -76,16 +76,17 @@ async def test_each_node_has_one_part_for_its_whole_replicas() -> None:
 async def test_ranks_of_a_replica_over_nodes_are_parts_of_their_own_and_meet() -> None:
     parts, keepers = make_parts()
     place = ReplicaPlace("m", 0, "", (RankPlace("one", 0, 1, 1), RankPlace("two", 1, 1, 1)))
-    parts._gpus = {(parts.name_group(place), 0): ["3"], (parts.name_group(place), 1): ["5"]}
+    group = parts.groups.name(place)
+    parts.groups._gpus = {(group, 0): ["3"], (group, 1): ["5"]}
     all_parts = parts._divide([place], services="one")
     assert [part.shares_replica for part in all_parts] == [False, True, True]
     for part in all_parts:
         await parts._start_part(part, JOIN if part.number else {"discovery": "etcd"})
-    zero, one = keepers["one"].specs[1].placed, keepers["two"].specs[0].placed
-    assert zero is not None and one is not None
-    assert zero[0].master == one[0].master == "10.0.0.1:21000"
-    assert (zero[0].node_rank, one[0].node_rank) == (0, 1)
-    assert (zero[0].gpus, one[0].gpus) == (["3"], ["5"])
+    first, second = keepers["one"].specs[1].placed, keepers["two"].specs[0].placed
+    assert first is not None and second is not None
+    assert first[0].master == second[0].master == "10.0.0.1:21000"
+    assert (first[0].node_rank, second[0].node_rank) == (0, 1)
+    assert (first[0].gpus, second[0].gpus) == (["3"], ["5"])
     assert keepers["one"].leases == 1
 
 

@@ -287,13 +287,13 @@ class PreparedCopies:
         return any(batch.keeps_tensors for batch in self._copies)
 
     def fits(self, handles: Sequence[Handle], targets: Mapping[str, Tensor]) -> bool:
-        """Tell whether these copies are from these buckets to these tensors."""
+        """Return whether these copies are from these buckets to these tensors."""
         if self._handles != handles or not targets.keys() >= set(self._names):
             return False
         return self._addresses == _list_addresses(targets[name] for name in self._names)
 
     def matches(self, entries: Sequence[Entry]) -> bool:
-        """Tell whether the tensors are at the same places in the buckets."""
+        """Return whether the tensors are at the same places in the buckets."""
         return self._layout == _describe_layout(entries)
 
     def start(self) -> list[Callable[[], list[str]]]:

@@ -268,7 +268,7 @@ def _describe(
 
 
 def decode(data: Buffer) -> Encoded:
-    """Read what `to_bytes` wrote. Who knows the tensor checks the payload."""
+    """Read what `to_bytes` wrote. The caller knows the tensor, and checks the payload."""
     view = memoryview(data)
     length = int.from_bytes(view[4:_PREFIX_BYTES], "little")
     if bytes(view[:4]) != _MAGIC or length > min(_MAX_HEADER_BYTES, len(view) - _PREFIX_BYTES):

@@ -1,0 +1,227 @@
+"""The connection of this process to a Ray cluster.
+
+Rollway never owns the user's connection: it uses the one there is, and closes only a connection
+that it opened. It finds out first whether there is a cluster: Ray itself would try for minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollway.errors import UsageError
+
+INSTALL = "Install it with `pip install 'rollway[ray]'`."
+_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where Ray writes the address of the cluster that was last started on this machine."""
+_REACH_SECONDS = 2.0
+_CONNECT_SECONDS = 5.0
+_lock = threading.Lock()
+_users = 0
+"""How many objects of this process use the connection that Rollway opened."""
+
+
+@contextlib.contextmanager
+def connect(address: str | None = None) -> Iterator[None]:
+    """Use a Ray cluster for the block: the connection of this process, or one of its own."""
+    global _users
+    ray = _import_ray()
+    with _lock:
+        is_own = _users > 0 or not ray.is_initialized()
+        if is_own and _users == 0:
+            _open(ray, address)
+        else:
+            _check_connection(ray, address)
+        _users += is_own
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= is_own
+            if is_own and _users == 0:
+                ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("Ray is not installed in this Python.", INSTALL) from None
+    return ray
+
+
+def _open(ray: Any, address: str | None) -> None:
+    address = address or get_environment_address()
+    _check_reachable(address)
+    try:
+        # A namespace of its own: all lookups name the one they mean.
+        ray.init(
+            address=address or "auto",
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level="ERROR",
+        )
+    except ConnectionError:
+        if _is_host_and_port(address):  # something listens there
+            raise UsageError(
+                f"The Ray cluster at {address} does not accept this process.",
+                "If it uses tokens, set RAY_AUTH_MODE=token here, and give the cluster's token.",
+            ) from None
+        raise _make_absent_error(address) from None
+    except RuntimeError as error:
+        if "ersion mismatch" not in str(error):
+            raise
+        raise UsageError(
+            f"The cluster and this process differ: {' '.join(str(error).split())[:400]}",
+            "Run this command with the cluster's versions of Ray and Python.",
+        ) from None
+
+
+def has_local_cluster() -> bool:
+    """Return whether a cluster runs where Ray's file says so: a killed one leaves the file."""
+    try:
+        return _listens(_CURRENT_CLUSTER.read_text().strip())
+    except OSError:
+        return False
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _REACH_SECONDS).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def get_environment_address() -> str | None:
+    """Return the address that RAY_ADDRESS names, which Ray uses where it is given none."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def _is_node() -> bool:
+    """Return whether Ray finds a raylet of this machine. A driver needs one; without, Ray looks for
+    it for a minute."""
+    try:
+        from ray._private.services import find_node_ids
+    except ImportError:
+        return True  # another version of Ray, which says itself what it lacks
+    return bool(find_node_ids())
+
+
+def _list_process_addresses() -> set[str]:
+    """Return the addresses of clusters whose processes this machine shows, as Ray finds them."""
+    try:
+        from ray._private.services import find_gcs_addresses
+    except ImportError:
+        return set()
+    return set(find_gcs_addresses())
+
+
+def _make_absent_error(address: str | None) -> UsageError:
+    where = f"at {address}" if address else "on this machine, and RAY_ADDRESS is not set"
+    return UsageError(
+        f"There is no Ray cluster {where}.",
+        "Start one with `ray start --head`, or give its address: --on ray=HOST:PORT.",
+    )
+
+
+def _check_reachable(address: str | None) -> None:
+    """Raise unless something listens at the address; Ray itself would try for minutes."""
+    if address in (None, "auto"):
+        if _CURRENT_CLUSTER.is_file():
+            is_there = has_local_cluster()
+        else:
+            # Ray looks for processes. Those of a container are seen, but not reached; if there are
+            # none, Ray fails at once.
+            seen = _list_process_addresses()
+            is_there = not seen or any(map(_listens, seen))
+        if not is_there:
+            raise _make_absent_error(None)
+        return
+    if not _is_host_and_port(address):
+        # Ray would try `ray://` for half a minute, and start a cluster of its own for `local`.
+        raise UsageError(
+            f"`{address}` is not the address of a Ray cluster that Rollway can use.",
+            "Give the HOST:PORT that `ray start --head` printed, by --on ray=HOST:PORT or "
+            "RAY_ADDRESS.",
+        )
+    host, _, port = (address or "").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UsageError(
+            f"There is no Ray cluster at {address}: {error.strerror or error}.",
+            "Give the address that `ray start --head` printed, by --on ray=HOST:PORT or "
+            "RAY_ADDRESS.",
+        ) from None
+    if not _is_node():
+        raise UsageError(
+            f"This machine is no node of the Ray cluster at {address}: it runs no raylet.",
+            f"Run the command on a node, or make this one: `ray start --address {address}`.",
+        )
+
+
+def _is_host_and_port(address: str | None) -> bool:
+    host, _, port = (address or "").rpartition(":")
+    return "://" not in host and bool(host) and port.isdecimal()
+
+
+def _check_connection(ray: Any, address: str | None) -> None:
+    """Refuse a connection that leads to another cluster, or that cannot do what Rollway needs."""
+    if ray.util.client.ray.is_connected():
+        raise UsageError(
+            "This process uses Ray Client (ray://), over which Rollway cannot run stacks.",
+            "Run it on a node of the cluster, with `ray.init()` or the address HOST:PORT.",
+        )
+    if address in (None, "auto"):
+        return
+    current = ray.get_runtime_context().gcs_address
+    if not _is_same_address(str(address), current):
+        raise UsageError(
+            f"This process is connected to the Ray cluster at {current}, not to {address}.",
+            "Leave the address out, or disconnect first: `ray.shutdown()`.",
+        )
+
+
+def _is_same_address(first: str, second: str) -> bool:
+    """Return whether both are one port of one machine. Ray names a cluster by its node's address,
+    Curator's client by what the host's name stands for, often 127.0.0.1."""
+    if first == second:
+        return True
+    if not (_is_host_and_port(first) and _is_host_and_port(second)):
+        return False
+    (host, _, port), (other_host, _, other_port) = first.rpartition(":"), second.rpartition(":")
+    hosts, other_hosts = _resolve(host), _resolve(other_host)
+    is_here = any(map(_is_own_host, hosts)) and any(map(_is_own_host, other_hosts))
+    return port == other_port and (is_here or bool(hosts & other_hosts))
+
+
+def _resolve(host: str) -> set[str]:
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        return set()
+
+
+def _is_own_host(host: str) -> bool:
+    """Return whether an IP address is one of this machine's: only those can be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def get_address() -> str:
+    """Return the address of the cluster that this process is connected to."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
