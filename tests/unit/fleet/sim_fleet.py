@@ -115,6 +115,8 @@ class SimRequest:
     """The prefill worker that holds its blocks."""
     computed_at: float = 0.0
     prefilled_by: int | None = None
+    is_stamped: bool = False
+    """Whether its last worker names versions: only one whose engine has a label does."""
 
 
 @dataclass(eq=False)
@@ -237,6 +239,7 @@ class SimWorker:
             if request.source is not None:
                 self._fetch(request)  # its blocks are freed
             return "aborted"
+        request.is_stamped = self.engine_label is not None
         self.queued.append(request)
         self.late += self.paused
         self.poke()
@@ -645,7 +648,7 @@ class World:
 
     def _stamps(self, request: SimRequest, fields: list[str]) -> dict[str, Any]:
         version = read_version(request.salt)
-        if not self.orders or "rollway_versions" not in fields or version is None:
+        if not request.is_stamped or "rollway_versions" not in fields or version is None:
             return {}
         return {"engine_data": {"rollway_versions": [(0, version), *request.switches]}}
 
