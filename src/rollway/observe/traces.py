@@ -5,7 +5,7 @@
                   └─ rollway.refit ─┬─ a worker ─┬─ preflight
                                     └─ a worker  └─ pause, load, open
 
-    span.finish() ──► a bounded queue ──► a thread, every second ──► POST /v1/traces, or gRPC
+    span.finish() ──► a bounded queue ──► a thread, every two seconds ──► POST /v1/traces, or gRPC
 
 A rollout outside of a step is a child of the caller's own span, or begins a trace. Nothing of
 OpenTelemetry is loaded unless an endpoint is set. Finishing a span costs an entry in a queue; a
@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 HEADER = "traceparent"
 LARGEST_QUEUE = 16_384
-FLUSH_SECONDS = 1.0
+FLUSH_SECONDS = 2.0
 MOST_ROLLOUTS = 100
 """Per second, of which spans are sent, unless the environment has a sampler of its own. A span
 takes 15 µs of the client, and more of Dynamo's frontend: of 1,000 rollouts a second that is 4 %."""
@@ -283,5 +284,6 @@ def set_parent(span: Span | None) -> Span | None:
     return before
 
 
+@lru_cache  # it reads a file
 def _read_version() -> str:
     return importlib.metadata.version("rollway")

@@ -56,7 +56,7 @@ async def test_counts_are_recorded_by_a_timer_and_nothing_is_while_nothing_happe
     tally = RolloutTally(recorder, seconds=0.01)
     tally.flush()
     for number in range(3):
-        tally.add_rollout(0.5 + number, 10, 4, [(1, 5), (2, 2)], is_continued=number == 0)
+        tally.add_rollout(0.5 + number, 10, 4, 7, [(1, 5), (2, 2)], is_continued=number == 0)
     tally.add_retry("status 503")
     tally.add_cut()
     tally.add_not_believed()
@@ -96,7 +96,7 @@ async def test_steps_are_known_by_refits_alone(
     try:
         end_step(1, publish=2.0)  # when it began is not known
         for clock[0] in (102.0, 103.0):
-            tally.add_rollout(2.0, 1, 0, [(1, 1)])
+            tally.add_rollout(2.0, 1, 0, 1, [(1, 1)])
         clock[0] = 109.0
         steps.note_paused(0.5)
         end_step(2, publish=2.0)
