@@ -32,8 +32,9 @@ _ERROR = 2
 
 def encode_request(resource: Attributes, scope: tuple[str, str], spans: Iterable[bytes]) -> bytes:
     """Return an ExportTraceServiceRequest of encoded spans."""
-    own = b"".join(encode_bytes(1, encode_attribute(name, value)) for name, value in resource.items()
-                   if value is not None)  # fmt: skip
+    own = b"".join(
+        _encode_attribute(1, name, value) for name, value in resource.items() if value is not None
+    )
     named = encode_bytes(1, scope[0].encode()) + encode_bytes(2, scope[1].encode())
     scoped = encode_bytes(1, named) + b"".join(encode_bytes(2, span) for span in spans)
     return encode_bytes(1, encode_bytes(1, own) + encode_bytes(2, scoped))
@@ -70,7 +71,11 @@ def encode_span(
         )
         parts.append(encode_bytes(11, body))
     if error is not None:
-        parts.append(encode_bytes(15, encode_bytes(2, error.encode(errors="replace")) + bytes((0x18, _ERROR))))
+        parts.append(
+            encode_bytes(
+                15, encode_bytes(2, error.encode(errors="replace")) + bytes((0x18, _ERROR))
+            )
+        )
     return b"".join(parts)
 
 

@@ -98,9 +98,7 @@ class Run:
         """Whether a newer Rollway wrote a part of this run."""
         return self.newest_schema > SCHEMA
 
-    def read(
-        self, *, without: Collection[str] = (), until: float = math.inf
-    ) -> Iterator[Entry]:
+    def read(self, *, without: Collection[str] = (), until: float = math.inf) -> Iterator[Entry]:
         """Yield all entries that are there now, in the order of time; `without` names kinds that
         are passed over, up to a time, which is faster than to leave them out later."""
         return self.follower().read(without=without, until=until)
@@ -185,9 +183,7 @@ class Follower:
         self._tails: dict[Path, Tail] = {}
         self._fill = _Roster()
 
-    def read(
-        self, *, without: Collection[str] = (), until: float = math.inf
-    ) -> Iterator[Entry]:
+    def read(self, *, without: Collection[str] = (), until: float = math.inf) -> Iterator[Entry]:
         """Yield what is there now, in the order of time, in a third of the time that `poll` takes,
         which goes on from there. `without` names kinds that are passed over, up to a time."""
         chains = []
@@ -412,7 +408,7 @@ def _open(path: Path) -> int:
 
 def _open_regular(path: Path) -> BinaryIO:
     """Open a file to be read; raise OSError if it is none."""
-    file = open(_open(path), "rb")  # noqa: SIM115, PTH123 - the caller closes it
+    file = open(_open(path), "rb")  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(f"{path} is no file")

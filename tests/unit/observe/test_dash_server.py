@@ -151,7 +151,9 @@ async def test_the_end_of_a_long_record_is_shown_while_the_rest_is_read(
     direct = View()
     for entry in Run(run_dir).read():
         direct.add(entry)
-    assert json.loads(json.dumps(direct.get_sections()["rollouts"])) == whole["sections"]["rollouts"]
+    assert (
+        json.loads(json.dumps(direct.get_sections()["rollouts"])) == whole["sections"]["rollouts"]
+    )
 
 
 async def test_a_dashboard_ends_while_it_reads(

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.transports.nixl import modelexpress
 from rollway.protobuf import decode
+from rollway.weights.transports.nixl import modelexpress
 from rollway.weights.transports.nixl.catalog import Listing, MemoryCatalog, NotYet
 from rollway.weights.transports.nixl.catalog_http import CatalogServer, open_catalog
 from rollway.weights.transports.nixl.modelexpress import (
