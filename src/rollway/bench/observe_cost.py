@@ -53,6 +53,7 @@ async def measure_off(say: Say, figures: dict[str, Any]) -> None:
 
     The difference is less than a microsecond: it is measured with answers that come at once, and
     compared with the time of a rollout over HTTP."""
+    gc.freeze()  # else each round would begin with a look at all modules
     async with start_peer("answer") as peer, Http() as http:
         client = Rollouts(http, peer.told["url"], "tiny", FleetVersions())
         whole = median(
