@@ -47,7 +47,7 @@ LARGEST_QUEUE = 16_384
 FLUSH_SECONDS = 2.0
 MOST_ROLLOUTS = 100
 """Per second, of which spans are sent, unless the environment has a sampler of its own. A span
-takes 15 µs of the client, and more of Dynamo's frontend: of 1,000 rollouts a second that is 4 %."""
+takes 6 µs of the client, sending them a millisecond each time, and Dynamo's frontend far more."""
 _BATCH = 1024
 _INTERNAL, _CLIENT = 1, 3
 _NEEDED = ("opentelemetry", "opentelemetry.sdk")
