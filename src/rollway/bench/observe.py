@@ -33,6 +33,8 @@ PARTS = ("mockers", "vllm", "off", "observer", "memory", "page", "report")
 LIMITS = {
     "mockers": ("at least", 0.98),
     "vllm": ("at least", 0.98),
+    "mockers_client": ("at least", 0.98),
+    "vllm_client": ("at least", 0.98),
     "off": ("at least", 0.995),
     "observer": ("at most", 20.0),
     "core": ("at most", 0.05),
@@ -163,7 +165,7 @@ def _list_rows(figures: Figures) -> Iterator[tuple[str, str, str, float, str]]:
             client = row["client"]
             micro, (low, high) = client["microseconds_per_rollout"], client["middle_half"]
             text = f"the client's µs of CPU per rollout of {title} (half {low} to {high})"
-            yield text, f"{micro['off']:g}", f"{micro['on']:g}", client["ratio"], part
+            yield text, f"{micro['off']:g}", f"{micro['on']:g}", client["ratio"], f"{part}_client"
     if "ratio" in (off := figures.get("off") or {}):
         micro = off["microseconds_per_rollout"]
         times = [f"{micro[arm]:g}" for arm in ("without", "with")]
