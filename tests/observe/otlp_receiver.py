@@ -1,15 +1,17 @@
-"""An OTLP receiver that keeps all spans: the HTTP half of an OpenTelemetry collector."""
+"""OTLP receivers that keep all spans: what an OpenTelemetry collector has on its two ports."""
 
 from __future__ import annotations
 
 import gzip
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 
@@ -68,7 +70,7 @@ def read_attributes(pairs: Any) -> dict[str, Any]:
 
 @contextmanager
 def open_receiver() -> Iterator[Receiver]:
-    """Serve on a free port of this machine."""
+    """Serve HTTP on a free port of this machine."""
     receiver = Receiver()
 
     class Handler(BaseHTTPRequestHandler):
@@ -98,3 +100,40 @@ def open_receiver() -> Iterator[Receiver]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+TRACES = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+LOGS = "/opentelemetry.proto.collector.logs.v1.LogsService/Export"
+
+
+@contextmanager
+def open_grpc_receiver(certificate: tuple[bytes, bytes] | None = None) -> Iterator[Receiver]:
+    """Serve gRPC on a free port of this machine; with a key and its certificate by TLS. A status
+    other than 200 refuses requests."""
+    receiver = Receiver()
+
+    def accept(body: bytes, context: grpc.ServicerContext) -> bytes:
+        if receiver.status != 200:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        receiver.spans += decode(body)
+        return b""
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details: Any) -> Any:
+            receiver.paths.add(details.method)
+            receiver.headers.append(dict(details.invocation_metadata))
+            if details.method == LOGS:
+                return grpc.unary_unary_rpc_method_handler(lambda _, __: b"")
+            return grpc.unary_unary_rpc_method_handler(accept) if details.method == TRACES else None
+
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[Handler()])
+    if certificate is None:
+        receiver.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    else:
+        credentials = grpc.ssl_server_credentials([certificate])
+        receiver.url = f"https://localhost:{server.add_secure_port('127.0.0.1:0', credentials)}"
+    server.start()
+    try:
+        yield receiver
+    finally:
+        server.stop(0).wait()

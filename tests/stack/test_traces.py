@@ -9,7 +9,7 @@ import pytest
 import rollway
 from rollway.observe import traces
 from tests.light.spec import light
-from tests.observe.otlp_receiver import open_receiver
+from tests.observe.otlp_receiver import LOGS, TRACES, open_grpc_receiver, open_receiver
 from tests.stack.policies import Policy
 from tests.waiting import wait_until
 
@@ -59,6 +59,22 @@ def test_one_trace_has_a_step_with_its_refit_its_rollouts_and_the_frontends_span
         assert set(PHASES) <= set(seconds)
         assert seconds["rollway.refit.load"] == pytest.approx(told.update_seconds, abs=1e-6)
     assert receiver.paths <= {"/v1/traces", "/v1/logs"}
+
+
+def test_dynamo_and_rollway_send_one_trace_by_grpc(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_grpc_receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+        with rollway.up({**light(base_model, "traced-grpc"), "observe": "off"}) as stack:
+            stack.rollouts().generate([1, 2, 3], rollway.Sampling(max_tokens=4))
+            wait_until(lambda: len(receiver.find("rollway.rollout")) == 1)
+            (rollout,) = receiver.find("rollway.rollout")
+            wait_until(lambda: any(
+                span.parent == rollout.span for span in receiver.find("http-request")
+            ))  # fmt: skip
+    assert receiver.paths <= {TRACES, LOGS}
 
 
 def test_the_engines_spans_are_in_the_trace_of_a_rollout(

@@ -11,7 +11,7 @@ import rollway
 
 ORDER = [
     "errors",
-    "private plain http orders versions",
+    "private plain http orders versions protobuf",
     "ranks",
     "contradictions",
     "model_spec",

@@ -33,11 +33,14 @@ PARTS = ("mockers", "vllm", "off", "observer", "memory", "page", "report")
 LIMITS = {
     "mockers": ("at least", 0.98),
     "vllm": ("at least", 0.98),
+    "mockers_client": ("at least", 0.98),
+    "vllm_client": ("at least", 0.98),
     "off": ("at least", 0.995),
     "observer": ("at most", 20.0),
     "core": ("at most", 0.05),
     "memory": ("at most", 1.05),
     "click": ("at most", 3.0),
+    "shown": ("at most", 5.0),
     "load_kb": ("at most", 250.0),
     "live_kb": ("at most", 50.0),
     "report_seconds": ("at most", 30.0),
@@ -159,6 +162,10 @@ def _list_rows(figures: Figures) -> Iterator[tuple[str, str, str, float, str]]:
             low, high = row["middle_half"]
             text = f"rollouts/s of {title} ({row['rounds']} rounds, half of them {low} to {high})"
             yield text, f"{rates['off']:g}", f"{rates['on']:g}", row["ratio"], part
+            client = row["client"]
+            micro, (low, high) = client["microseconds_per_rollout"], client["middle_half"]
+            text = f"the client's µs of CPU per rollout of {title} (half {low} to {high})"
+            yield text, f"{micro['off']:g}", f"{micro['on']:g}", client["ratio"], f"{part}_client"
     if "ratio" in (off := figures.get("off") or {}):
         micro = off["microseconds_per_rollout"]
         times = [f"{micro[arm]:g}" for arm in ("without", "with")]
@@ -176,6 +183,11 @@ def _list_rows(figures: Figures) -> Iterator[tuple[str, str, str, float, str]]:
         times = [f"{page['click_ms'][arm]:g}" for arm in ("few", "many")]
         title = "ms to answer a click: 4 workers and an hour, 128 and a day"
         yield title, *times, page["click_ratio"], "click"
+        shown = [f"{page['shown_seconds'][arm]:g}" for arm in ("few", "many")]
+        title = (
+            f"s until such a run is shown (all of the day after {page['whole_seconds']['many']})"
+        )
+        yield title, *shown, page["shown_seconds"]["many"], "shown"
         yield "kB to load the page of 128 workers", "", "", page["load_kb"], "load_kb"
         yield "kB/s of that page, live", "", "", page["live_kb_per_second"], "live_kb"
     if "seconds" in (report := figures.get("report") or {}):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from rollway.aio import up
@@ -27,7 +27,6 @@ from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import (
     SESSION_HEADER,
     Attempt,
-    Pins,
     Trouble,
     check_prompt,
     describe_error,
@@ -37,9 +36,11 @@ from rollway.rollout.trajectory import Trajectory
 from rollway.versions import FleetVersions, Ticket
 
 FEW = 4
-_OFF_ROUNDS = 41
-_HTTP_ROUNDS = 5
-_OFF_ROLLOUTS = 1500
+_OFF_ROUNDS = 401
+_OFF_ROLLOUTS = 100
+"""Of one round: short ones, so that what else runs on a machine falls on both arms."""
+_HTTP_ROUNDS = 9
+_HTTP_ROLLOUTS = 1500
 _WATCH_SECONDS = 30.0
 _WATCH_ROUNDS = 2
 
@@ -52,9 +53,12 @@ async def measure_off(say: Say, figures: dict[str, Any]) -> None:
 
     The difference is less than a microsecond: it is measured with answers that come at once, and
     compared with the time of a rollout over HTTP."""
+    gc.freeze()  # else each round would begin with a look at all modules
     async with start_peer("answer") as peer, Http() as http:
         client = Rollouts(http, peer.told["url"], "tiny", FleetVersions())
-        whole = median([await _time_rollouts(client, at_once=32) for _ in range(_HTTP_ROUNDS)])
+        whole = median(
+            [await _time_rollouts(client, _HTTP_ROLLOUTS, at_once=32) for _ in range(_HTTP_ROUNDS)]
+        )
     arms: dict[str, Rollouts] = {
         "without": _BareRollouts(_Instant(), "http://frontend", "tiny", FleetVersions()),
         "with": Rollouts(_Instant(), "http://frontend", "tiny", FleetVersions()),
@@ -63,21 +67,23 @@ async def measure_off(say: Say, figures: dict[str, Any]) -> None:
     for number in range(_OFF_ROUNDS):
         row = {}
         for arm in list(arms)[:: 1 if number % 2 else -1]:
-            row[arm] = await _time_rollouts(arms[arm], at_once=1)
+            row[arm] = await _time_rollouts(arms[arm], _OFF_ROLLOUTS)
         if number:  # the first round is the warm-up
             rows.append(row)
-    extra = max(0.0, median(row["with"] - row["without"] for row in rows))
+    differences = [row["with"] - row["without"] for row in rows]
+    extra = max(0.0, median(differences))
     figures.update(
         microseconds_per_rollout={"without": 1e6 * (whole - extra), "with": 1e6 * whole},
         extra_microseconds=1e6 * extra,
+        middle_half=[1e6 * edge for edge in quantiles(differences, n=4)[::2]],
         ratio=(whole - extra) / whole,
         rounds=len(rows),
     )
     say(f"off: {1e6 * extra:.2f} µs more of {1e6 * whole:.0f} µs per rollout")
 
 
-async def _time_rollouts(rollouts: Rollouts, at_once: int) -> float:
-    """Return the CPU seconds of one rollout."""
+async def _time_rollouts(rollouts: Rollouts, count: int, at_once: int = 1) -> float:
+    """Return the CPU seconds of one rollout, of so many."""
     sampling = Sampling(max_tokens=16, logprobs=False)
     prompt = list(range(10, 138))
     gc.collect()
@@ -87,8 +93,8 @@ async def _time_rollouts(rollouts: Rollouts, at_once: int) -> float:
         for _ in range(count):
             await rollouts.generate(prompt, sampling)
 
-    await asyncio.gather(*(send(_OFF_ROLLOUTS // at_once) for _ in range(at_once)))
-    return (time.process_time() - began) / (_OFF_ROLLOUTS // at_once * at_once)
+    await asyncio.gather(*(send(count // at_once) for _ in range(at_once)))
+    return (time.process_time() - began) / (count // at_once * at_once)
 
 
 class _Instant(Http):
@@ -126,8 +132,7 @@ class _BareRollouts(Rollouts):
         salt: str,
     ) -> Rollout:
         trajectory = Trajectory(prompt, sampling, self.adapter, salt)
-        pins = Pins(self._versions, able=self.wire.routed)
-        attempt = Attempt(session, Trouble(self._patience), pins)
+        attempt = self._attempt(session)
         async with self._slots, self._deadline():
             while True:
                 ticket = await self._ticket(attempt.trouble, version)
@@ -146,11 +151,15 @@ class _BareRollouts(Rollouts):
                 else:
                     await attempt.retry_elsewhere(ticket, leg)
 
+    def _make_bare_headers(self, session: str | None) -> dict[str, str]:
+        headers = {}
+        if session is not None and time.monotonic() >= self._full_until:
+            headers[SESSION_HEADER] = session
+        return headers
+
     async def _send_bare(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
         pins = attempt.pins
-        session = None if pins.now is not None else attempt.session
-        has_session = session is not None and time.monotonic() >= self._full_until
-        headers = {SESSION_HEADER: session} if session is not None and has_session else {}
+        headers = self._make_bare_headers(None if pins.now is not None else attempt.session)
         try:
             with self._count_in_flight():
                 return await self._http.post(

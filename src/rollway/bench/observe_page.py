@@ -29,6 +29,7 @@ _SILENCE_SECONDS = 3.0
 """After which a stream of a run that has ended has sent all of it."""
 _STREAM = "/api/stream"
 _READY = "document.body?.dataset.ready === 'yes'"
+_WHOLE = "!document.getElementById('notes').textContent.includes('Reading the record')"
 _CLICKS = """(async () => {
   const heads = [...document.querySelectorAll('th button')], times = [];
   for (let number = 0; number < 12; number++) {
@@ -58,13 +59,19 @@ async def measure_page(scratch: Path, say: Say, figures: dict[str, Any]) -> None
         raise UsageError(f"T{MISSING[1:]}.", "Install it, or leave this part out with --only.")
     runs = write_runs(scratch, say)
     clicks: dict[str, list[float]] = {name: [] for name in runs}
+    shown: dict[str, list[float]] = {name: [] for name in runs}
+    whole: dict[str, list[float]] = {name: [] for name in runs}
     loads: dict[str, int] = {}
     async with open_browser() as browser:
         for number in range(_ROUNDS):
             for name in list(runs)[:: 1 if number % 2 else -1]:
                 argv = ("rollway.cli", "dash", "--run", str(runs[name]))
+                began = time.monotonic()
                 async with start_process(*argv, "--json", "--port", "0", "--no-open") as dash:
                     page = await _open(browser, dash.told["url"])
+                    shown[name].append(time.monotonic() - began)
+                    await page.wait_for(_WHOLE, 240.0)
+                    whole[name].append(time.monotonic() - began)
                     loads[name] = await count_bytes(page.requests, _SILENCE_SECONDS)
                     clicks[name].append(await page.run(_CLICKS))
                     await page.close()
@@ -73,8 +80,14 @@ async def measure_page(scratch: Path, say: Say, figures: dict[str, Any]) -> None
     figures.update(
         click_ms=medians,
         click_ratio=medians["many"] / medians["few"],
+        shown_seconds={name: median(times) for name, times in shown.items()},
+        whole_seconds={name: median(times) for name, times in whole.items()},
         load_kb=loads["many"] / 1e3,
         live_kb_per_second=live / 1e3,
+    )
+    say(
+        f"page: a day is shown after {median(shown['many']):.1f} s, all of it after "
+        f"{median(whole['many']):.1f} s"
     )
     say(f"page: {medians['many']:.0f} ms to answer a click, {medians['few']:.0f} with few workers")
 

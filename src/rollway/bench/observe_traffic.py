@@ -42,7 +42,6 @@ _WARM_UP_SECONDS = 3.0
 _SPAN_SECONDS = 1.0
 """How often Dynamo sends its spans; it must have sent them before the next turn."""
 _START_SECONDS = 240.0
-"""`rollway dash` of a day of 128 workers reads it first."""
 PEERS = "rollway.bench.observe_peers"
 
 
@@ -108,20 +107,40 @@ async def measure_throughput(
                 arm: {name: median(cost[name] for cost in own) for name in own[0]}
                 for arm, own in costs.items()
             }
-            say(f"{name}: {row['on']:.0f} rollouts/s, unobserved {row['off']:.0f}")
+            figures["client"] = compare_clients(costs)
+            micro = {arm: 1e3 * costs[arm][-1]["client"] for arm in arms}
+            say(
+                f"{name}: {row['on']:.0f} rollouts/s, unobserved {row['off']:.0f}; the client's "
+                f"CPU {micro['on']:.0f} µs per rollout, unobserved {micro['off']:.0f}"
+            )
+
+
+def compare_clients(costs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+    """Return the client's CPU per rollout in each arm, and how fast a client that nothing else
+    limits is when observed: the median of the rounds' ratios, and the middle half of them."""
+    micro = {arm: [1e3 * cost["client"] for cost in costs[arm]] for arm in ("off", "on")}
+    ratios = [off / on for off, on in zip(micro["off"], micro["on"], strict=True)]
+    return {
+        "microseconds_per_rollout": {arm: median(values) for arm, values in micro.items()},
+        "ratio": median(ratios),
+        "middle_half": find_middle_half(ratios),
+    }
 
 
 def compare(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the median rate of each arm, the median of the rounds' ratios, and the middle half
     of them."""
     ratios = [row["on"] / row["off"] for row in rows]
-    middle = quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2
     return {
         "rollouts_per_second": {arm: median(row[arm] for row in rows) for arm in ("off", "on")},
         "ratio": median(ratios),
-        "middle_half": middle,
+        "middle_half": find_middle_half(ratios),
         "rounds": len(rows),
     }
+
+
+def find_middle_half(ratios: Sequence[float]) -> list[float]:
+    return quantiles(ratios, n=4)[::2] if len(ratios) > 1 else [*ratios, *ratios]
 
 
 class _Client:
@@ -243,7 +262,9 @@ def _find_processes(name: str) -> dict[str, list[int]]:
 
 
 def _read_cpu(groups: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    return {name: sum(map(read_cpu_seconds, pids)) for name, pids in groups.items()}
+    # Of other processes the kernel tells hundredths of a second.
+    own = {"client": time.process_time()}
+    return {name: sum(map(read_cpu_seconds, pids)) for name, pids in groups.items()} | own
 
 
 def read_cpu_seconds(pid: int) -> float:

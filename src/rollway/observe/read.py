@@ -3,6 +3,7 @@
     run = Run(directory)
     for entry in run.read(): …            # what is there now
     for entry in run.follow(): …          # that, and what comes, also of files that appear later
+    for entry in run.read_end(): …        # the newest of it, at once, however long it is
 
 A run directory comes from anywhere: a colleague, a crashed disk, a newer Rollway. So every line is
 checked against the shape of its kind (rollway.observe.shapes), and a line that does not fit is
@@ -19,11 +20,13 @@ import contextlib
 import heapq
 import math
 import os
+import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -38,23 +41,30 @@ MOST_ENTRIES = 5_000
 _CHUNK = 1 << 18
 _WINDOW = 256
 """How many lines of a file may be out of order."""
+_END_BYTES = 4 << 20
 _LATEST = 1e11
+_REFIT = re.compile(rb'\{"kind":"refit","t":(\d{1,11}(?:\.\d{1,9})?),')
+"""How a line of a refit begins, as a recorder writes it."""
 
 
 class _Kind(msgspec.Struct):
     kind: str
+    t: float = math.inf
 
 
 _KIND = msgspec.json.Decoder(_Kind)
 _DECODERS = {kind: msgspec.json.Decoder(shape) for kind, shape in SHAPES.items()}
 
 
-def decode(line: bytes, without: Collection[str] = ()) -> Entry | str | None:
+def decode(
+    line: bytes, without: Collection[str] = (), until: float = math.inf
+) -> Entry | str | None:
     """Return the entry of a line, or why it is none: `unknown kind` or `damaged`; None for a kind
-    that is not wanted."""
+    that is not wanted until some time."""
     try:
-        kind = _KIND.decode(line).kind
-        if kind in without:
+        head = _KIND.decode(line)
+        kind = head.kind
+        if kind in without and head.t <= until:
             return None
         decoder = _DECODERS.get(kind)
         if decoder is None:
@@ -88,13 +98,50 @@ class Run:
         """Whether a newer Rollway wrote a part of this run."""
         return self.newest_schema > SCHEMA
 
-    def read(self, *, without: Collection[str] = ()) -> Iterator[Entry]:
+    def read(self, *, without: Collection[str] = (), until: float = math.inf) -> Iterator[Entry]:
         """Yield all entries that are there now, in the order of time; `without` names kinds that
-        are passed over, which is faster than to leave them out later."""
+        are passed over, up to a time, which is faster than to leave them out later."""
+        return self.follower().read(without=without, until=until)
+
+    def read_end(self, most_bytes: int = _END_BYTES) -> Iterator[Entry]:
+        """Yield the newest entries, in the order of time: so many bytes of events and of samples of
+        each process, with the headers of their files."""
+        ends = []
+        for files in _list_chains(self.directory):
+            rest, tails = most_bytes, []
+            for path in reversed(files):
+                with contextlib.suppress(OSError):
+                    size = path.stat().st_size
+                    tails.append(Tail(path, self, begin=max(0, size - rest)))
+                    rest -= size
+                if rest <= 0:
+                    break
+            ends.append(_put_in_order(reversed(tails)))
         fill = _Roster()
-        chains = [self._read_chain(files, without) for files in _list_chains(self.directory)]
-        for entry in heapq.merge(*chains, key=_get_time):
+        for entry in heapq.merge(*ends, key=_get_time):
             yield fill(entry)
+
+    def find_end_of_refit(self, number: int) -> float:
+        """Return when the last refit but `number` ended, by the clock of its process; -inf if there
+        were fewer. Only the beginnings of lines are read."""
+        times: list[float] = []
+        for path in _list_files(self.directory):
+            if SEGMENT.search(path.name):
+                continue
+            with contextlib.suppress(OSError), _open_regular(path) as file:
+                lines = iter(lambda file=file: file.readline(LARGEST_LINE), b"")  # type: ignore[misc]
+                times += [float(match[1]) for line in lines if (match := _REFIT.match(line))]
+        largest = heapq.nlargest(number + 1, times)
+        return largest[number] if len(largest) > number else -math.inf
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files."""
+        total = 0
+        for path in _list_files(self.directory):
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
+        return total
 
     def follow(
         self,
@@ -120,21 +167,6 @@ class Run:
         """Return a reader of this run that can be asked for new entries again and again."""
         return Follower(self)
 
-    def _read_chain(self, files: list[Path], without: Collection[str]) -> Iterator[Entry]:
-        """Yield the entries of the files of one process, nearly in order of time, put in order."""
-        window: list[tuple[float, int, Entry]] = []
-        number = 0
-        for path in files:
-            tail = Tail(path, self, without)
-            while lines := tail.read_entries(_WINDOW):
-                for entry in lines:
-                    number += 1
-                    heapq.heappush(window, (entry["t"], number, entry))
-                    if len(window) > _WINDOW:
-                        yield heapq.heappop(window)[2]
-        while window:
-            yield heapq.heappop(window)[2]
-
 
 class Follower:
     """Reads what is new in a run.
@@ -150,6 +182,23 @@ class Follower:
         self._run = run
         self._tails: dict[Path, Tail] = {}
         self._fill = _Roster()
+
+    def read(self, *, without: Collection[str] = (), until: float = math.inf) -> Iterator[Entry]:
+        """Yield what is there now, in the order of time, in a third of the time that `poll` takes,
+        which goes on from there. `without` names kinds that are passed over, up to a time."""
+        chains = []
+        for files in _list_chains(self._run.directory):
+            tails = [Tail(path, self._run, without, until) for path in files]
+            self._tails |= dict(zip(files, tails, strict=True))
+            chains.append(_put_in_order(tails))
+        for entry in heapq.merge(*chains, key=_get_time):
+            yield self._fill(entry)
+        for tail in self._tails.values():
+            tail.without = ()
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(tail.place for tail in list(self._tails.values()))
 
     def poll(self, most: int = MOST_ENTRIES) -> list[Entry]:
         """Return up to `most` entries that were not returned before, in the order of time.
@@ -175,14 +224,26 @@ class Follower:
 class Tail:
     """One file, read from its beginning to where it ends now; later calls read on."""
 
-    def __init__(self, path: Path, run: Run, without: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run: Run,
+        without: Collection[str] = (),
+        until: float = math.inf,
+        *,
+        begin: int = 0,
+    ) -> None:
+        """`begin`: lines before this byte are passed over, but for the first, the header."""
         self.waiting: list[Entry] = []
         """Entries that were read and not taken yet."""
+        self.without = without
+        self.place = 0
+        """How many bytes were read."""
+        self._until = until
+        self._begin = begin
         self._path = path
         self._run = run
-        self._without = without
         self._inode = 0
-        self._place = 0
         self._rest = b""
         self._lines: list[bytes] = []
         self._skips = False
@@ -223,8 +284,7 @@ class Tail:
         if self._has_ended:
             return False
         try:
-            # Without O_NONBLOCK, opening a named pipe waits for a writer. A link could lead out.
-            handle = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            handle = _open(self._path)
         except OSError:  # it was removed, or may not be read
             return False
         try:
@@ -234,15 +294,18 @@ class Tail:
             if self._inode not in (0, status.st_ino) and SEGMENT.search(self._path.name):
                 self._has_ended = True
                 return False
-            if status.st_ino != self._inode or status.st_size < self._place:
-                self._inode, self._place, self._rest = status.st_ino, 0, b""
-            chunk = os.pread(handle, _CHUNK, self._place)
+            if status.st_ino != self._inode or status.st_size < self.place:
+                self._inode, self.place, self._rest = status.st_ino, 0, b""
+            chunk = os.pread(handle, _CHUNK, self.place)
         except OSError:  # a damaged disk
             return False
         finally:
             os.close(handle)
-        self._place += len(chunk)
+        self.place += len(chunk)
         self._cut(chunk)
+        if self._begin > self.place and self._lines:
+            self.place, self._begin = self._begin, 0
+            self._lines, self._rest, self._skips = self._lines[-1:], b"", True
         return bool(chunk)
 
     def _cut(self, chunk: bytes) -> None:
@@ -263,7 +326,7 @@ class Tail:
     def _read_line(self, line: bytes) -> Entry | None:
         if not line.strip():
             return None
-        entry = decode(line, self._without)
+        entry = decode(line, self.without, self._until)
         if entry is None:
             return None
         if isinstance(entry, str):
@@ -279,6 +342,21 @@ class Tail:
         if "began" in entry:
             entry["began"] += self._offset
         return entry
+
+
+def _put_in_order(tails: Iterable[Tail]) -> Iterator[Entry]:
+    """Yield the entries of the files of one process, nearly in order of time, put in order."""
+    window: list[tuple[float, int, Entry]] = []
+    number = 0
+    for tail in tails:
+        while lines := tail.read_entries(_WINDOW):
+            for entry in lines:
+                number += 1
+                heapq.heappush(window, (entry["t"], number, entry))
+                if len(window) > _WINDOW:
+                    yield heapq.heappop(window)[2]
+    while window:
+        yield heapq.heappop(window)[2]
 
 
 class _Roster:
@@ -321,6 +399,20 @@ class _Roster:
 def _get_time(entry: Entry) -> float:
     time_of_entry: float = entry["t"]
     return time_of_entry
+
+
+def _open(path: Path) -> int:
+    # Without O_NONBLOCK, opening a named pipe waits for a writer. A link could lead out.
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Open a file to be read; raise OSError if it is none."""
+    file = open(_open(path), "rb")  # noqa: SIM115 - the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is no file")
+    return file
 
 
 def _list_files(directory: Path) -> list[Path]:

@@ -20,6 +20,7 @@ import msgspec
 
 from rollway.errors import RequestFailed, RolloutError, UsageError
 from rollway.http import read_error_message
+from rollway.observe.tally import RolloutTally, Tokens
 from rollway.observe.traces import Span as TraceSpan
 from rollway.rollout.completion import Assembly, Completion
 from rollway.rollout.sampling import Sampling
@@ -83,7 +84,7 @@ class Rollouts(Sender):
         if n < 1:
             raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
         chosen = sampling or Sampling()
-        sample = self._sample if self.tracer is None else self._sample_in_span
+        sample = self._sample if self.tracer is None else self._sample_traced
         if n == 1:  # in the caller's task, so a cancelled call is either complete or has no token
             return [await sample(prompt, chosen, group, version, salt)]
         session = group or uuid.uuid4().hex
@@ -175,10 +176,11 @@ class Rollouts(Sender):
                         await trouble.wait(make_retry_error(leg))
             if span is not None:
                 span.finish(describe_rollout(self.model, rollout))
-        self._count(rollout, trajectory, began)
+        if self.tally is not None:
+            self._count(self.tally, rollout, trajectory, began)
         yield rollout
 
-    async def _sample_in_span(
+    async def _sample_traced(
         self,
         prompt: list[int],
         sampling: Sampling,
@@ -189,6 +191,8 @@ class Rollouts(Sender):
         """Sample in a span, which is the parent of the frontend's."""
         assert self.tracer is not None
         span = self.tracer.begin("rollway.rollout", is_client=True)
+        if not span.is_sampled:  # nobody asks how it ends
+            return await self._sample(prompt, sampling, session, version, salt, span)
         try:
             rollout = await self._sample(prompt, sampling, session, version, salt, span)
         except BaseException as error:
@@ -222,7 +226,8 @@ class Rollouts(Sender):
                 with self._count_in_flight():
                     rollout = await self._add_leg(trajectory, leg, ticket)
                 if rollout is not None:
-                    self._count(rollout, trajectory, began)
+                    if self.tally is not None:
+                        self._count(self.tally, rollout, trajectory, began)
                     return rollout
                 if span is not None:
                     span.add_event("retry", cause=leg.finish_reason)
@@ -231,16 +236,24 @@ class Rollouts(Sender):
                 else:
                     await attempt.retry_elsewhere(ticket, leg)
 
-    def _count(self, rollout: Rollout, trajectory: Trajectory, began: float) -> None:
+    def _count(
+        self, tally: RolloutTally, rollout: Rollout, trajectory: Trajectory, began: float
+    ) -> None:
         """Count a rollout that is about to be returned."""
-        if self.tally is not None:
-            self.tally.add_rollout(
-                time.monotonic() - began,
-                len(rollout.prompt_ids),
-                rollout.cached_tokens,
-                [(span.version, span.end - span.start) for span in rollout.spans],
-                is_continued=trajectory.legs > 1,
-            )
+        spans, tokens = rollout.spans, len(rollout.token_ids)
+        versions: Sequence[Tokens] = (
+            ((spans[0].version, tokens),)  # nearly always, and faster
+            if len(spans) == 1
+            else [(span.version, span.end - span.start) for span in spans]
+        )
+        tally.add_rollout(
+            time.monotonic() - began,
+            len(rollout.prompt_ids),
+            rollout.cached_tokens,
+            tokens,
+            versions,
+            trajectory.legs > 1,
+        )
 
     async def _add_leg(
         self,

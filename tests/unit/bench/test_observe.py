@@ -10,7 +10,7 @@ from rollway.bench import observe, observe_cost, observe_page
 from rollway.bench.observe import LIMITS, PARTS, ObserveBench, format_figures
 from rollway.bench.observe_cost import _BareRollouts, _Instant
 from rollway.bench.observe_day import write_day
-from rollway.bench.observe_traffic import compare
+from rollway.bench.observe_traffic import compare, compare_clients
 from rollway.errors import UsageError
 from rollway.observe.read import Run
 from rollway.rollout.client import Rollouts
@@ -49,6 +49,8 @@ def test_every_figure_is_written_beside_its_limit() -> None:
     bench = make_bench([])
     rates = {"rollouts_per_second": {"off": 10.0, "on": 9.9}, "ratio": 0.99}
     rates |= {"middle_half": [0.98, 1.0], "rounds": 3}
+    micro = {"microseconds_per_rollout": {"off": 300.0, "on": 303.0}}
+    rates |= {"client": {**micro, "ratio": 0.99, "middle_half": [0.98, 1.0]}}
     bench.figures = {
         "mockers": rates,
         "vllm": rates,
@@ -57,7 +59,8 @@ def test_every_figure_is_written_beside_its_limit() -> None:
                      "ratio": 2.0},
         "memory": {"mib": [1.0] * 10, "ratio": 1.0},
         "page": {"click_ms": {"few": 1.0, "many": 2.0}, "click_ratio": 2.0, "load_kb": 9.0,
-                 "live_kb_per_second": 3.0},
+                 "live_kb_per_second": 3.0, "shown_seconds": {"few": 1.0, "many": 2.0},
+                 "whole_seconds": {"few": 1.0, "many": 9.0}},
         "report": {"seconds": 3.0, "mb": 100.0},
     }  # fmt: skip
     assert set(bench.figures) == set(PARTS)
@@ -92,6 +95,17 @@ async def test_the_time_of_the_code_that_is_off_is_measured(
     monkeypatch.setattr(observe_cost, "_OFF_ROUNDS", 3)
     monkeypatch.setattr(observe_cost, "_HTTP_ROUNDS", 1)
     monkeypatch.setattr(observe_cost, "_OFF_ROLLOUTS", 64)
+    monkeypatch.setattr(observe_cost, "_HTTP_ROLLOUTS", 64)
     figures: dict[str, float] = {}
     await observe_cost.measure_off(lambda _: None, figures)
     assert figures["rounds"] == 2 and figures["ratio"] <= 1.0
+
+
+def test_a_client_that_takes_more_cpu_is_as_much_slower() -> None:
+    costs = {
+        "off": [{"client": 0.30, "frontend": 1.0}] * 3,
+        "on": [{"client": cpu, "frontend": 9.0} for cpu in (0.30, 0.40, 0.60)],
+    }
+    figures = compare_clients(costs)
+    assert figures["microseconds_per_rollout"] == {"off": 300.0, "on": 400.0}
+    assert figures["ratio"] == 0.75 and figures["middle_half"] == [0.5, 1.0]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import itertools
 import json
 import re
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,16 @@ import aiohttp
 import pytest
 
 from rollway.errors import PortInUse, UsageError
+from rollway.observe import read
+from rollway.observe.dash import source as source_module
 from rollway.observe.dash import verdicts, workers
 from rollway.observe.dash.access import POLICY, Access
 from rollway.observe.dash.open_run import open_directory
 from rollway.observe.dash.server import Dashboard, load_static, serve
 from rollway.observe.dash.source import Source
+from rollway.observe.dash.view import View
 from rollway.observe.metrics import list_names
+from rollway.observe.read import Run
 from tests.observe.make_run import MadeRun, Writer, write_run
 from tests.waiting import wait_until_async
 
@@ -110,6 +116,54 @@ async def test_a_stream_sends_everything_once_and_then_what_changed(tmp_path: Pa
         assert all("node" not in row for row in rows)  # it did not change
         ids = {event["id"] for event in first["events"]}
         assert all(event["id"] not in ids for event in update["events"])
+
+
+async def test_the_end_of_a_long_record_is_shown_while_the_rest_is_read(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "_LONG_BYTES", 1000)
+    monkeypatch.setattr(read, "_CHUNK", 4096)
+    source, may_load = open_directory(run_dir), threading.Event()
+    run, load = Run(run_dir), source.load
+
+    def load_later() -> Iterator[dict[str, Any]]:
+        may_load.wait(60)
+        yield from load()
+
+    source.load = load_later
+    source.read_end = lambda: run.read_end(15_000)
+    async with open_dash(source) as client, client.stream() as messages:
+        first = await anext(messages)
+        assert first["first"] is True
+        (note,) = first["sections"]["run"]["notes"]
+        assert note.startswith("Reading the record: 0 %.")
+        assert len(first["sections"]["fleet"]["names"]) == 4
+        assert first["sections"]["top"][0]["level"] == "good"  # no token is called foreign
+        may_load.set()
+        async for whole in messages:
+            if whole.get("first"):
+                break
+        assert whole["sections"]["run"]["notes"] == []
+        counts = [each["sections"]["rollouts"]["totals"]["count"] for each in (first, whole)]
+        assert 0 < counts[0] < counts[1]
+        assert len(whole["sections"]["refits"]) > len(first["sections"]["refits"]) > 0
+        assert whole["sections"]["fleet"]["names"] == first["sections"]["fleet"]["names"]
+    direct = View()
+    for entry in Run(run_dir).read():
+        direct.add(entry)
+    assert (
+        json.loads(json.dumps(direct.get_sections()["rollouts"])) == whole["sections"]["rollouts"]
+    )
+
+
+async def test_a_dashboard_ends_while_it_reads(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "_LONG_BYTES", 1000)
+    source = open_directory(run_dir)
+    source.load = lambda: itertools.repeat({"kind": "unknown", "t": T})  # it never ends by itself
+    async with open_dash(source) as client:
+        await client.get_json("api/model")
 
 
 async def test_a_moment_of_the_past_is_as_it_was(run_dir: Path) -> None:

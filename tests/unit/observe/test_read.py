@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from rollway.observe import read
 from rollway.observe.read import Run, decode
+from rollway.observe.record import Recorder
 from rollway.observe.shapes import SHAPES
 
 HEADER = {"kind": "header", "schema": 1, "t": 1.0, "process": "driver", "clock": {"offset": 0}}
@@ -213,3 +216,71 @@ def test_following_ends_when_it_is_told_to_with_what_was_written_until_then(tmp_
     entries = list(Run(tmp_path).follow(seconds=0.0, stop=stop))
     assert [entry.get("event") for entry in entries] == [None, "a", "b"]
     assert asked == [False, True]
+
+
+# --- long records ---------------------------------------------------------------------------------
+
+
+def list_events(entries: Iterable[dict[str, Any]]) -> list[str]:
+    return [entry["event"] for entry in entries if entry["kind"] == "event"]
+
+
+def test_a_follower_that_has_read_everything_polls_what_comes(tmp_path: Path) -> None:
+    path = tmp_path / "driver-1-a.jsonl"
+    step = {"kind": "step", "t": 3.0, "refit": 1, "worker": "7", "step": "load"}
+    write(path, HEADER, event(2, "a"), step, {**step, "t": 9.0}, end='\n{"kind":"event","t":10')
+    follower = Run(tmp_path).follower()
+    entries = list(follower.read(without={"step"}, until=5.0))
+    assert [entry["kind"] for entry in entries] == ["header", "event", "step"]
+    assert follower.bytes_read == path.stat().st_size == Run(tmp_path).nbytes
+    with path.open("a") as file:
+        file.write(',"event":"torn and whole"}\n' + json.dumps({**step, "t": 4.0}) + "\n")
+    write(tmp_path / "supervisor-2-b.jsonl", HEADER, event(11, "new"))
+    entries = follower.poll()
+    assert list_events(entries) == ["torn and whole", "new"]
+    assert [entry["t"] for entry in entries if entry["kind"] == "step"] == [4.0]
+    assert follower.poll() == []
+
+
+def test_the_end_of_a_record_has_its_newest_entries_and_their_headers(tmp_path: Path) -> None:
+    ahead = {**HEADER, "clock": {"offset": -100.0}}
+    lines = [event(1000 + number, f"driver {number}") for number in range(20_000)]
+    write(tmp_path / "driver-1-a.jsonl", ahead, *lines)
+    write(tmp_path / "supervisor-2-b.jsonl", HEADER, event(5, "old, and in a short file"))
+    for number in (1, 2, 3):
+        samples = [event(10_000 * number + i, f"segment {number}") for i in range(100)]
+        write(tmp_path / f"driver-1-a.s00000{number}.jsonl", ahead, *samples)
+    run = Run(tmp_path)
+    entries = list(run.read_end(10_000))
+    names = list_events(entries)
+    assert "old, and in a short file" in names
+    assert "segment 3" in names and "segment 2" in names and "segment 1" not in names
+    driver = [entry for entry in entries if entry.get("event", "").startswith("driver")]
+    assert driver[-1]["event"] == "driver 19999" and driver[-1]["t"] == 20_899.0
+    assert 50 < len(driver) < 300 and {entry["process"] for entry in driver} == {"driver"}
+    assert [entry["t"] for entry in entries] == sorted(entry["t"] for entry in entries)
+    assert not run.problems and list(Run(tmp_path / "none").read_end()) == []
+
+
+def test_the_end_of_a_short_record_is_all_of_it(tmp_path: Path) -> None:
+    write(tmp_path / "driver-1-a.jsonl", HEADER, event(2, "a"), event(3, "b"))
+    assert list(Run(tmp_path).read_end()) == list(Run(tmp_path).read())
+
+
+def test_the_end_of_an_earlier_refit_is_found(tmp_path: Path) -> None:
+    report = {"version": 1, "workers": []}
+    for number in (1, 2):
+        refits = [
+            {"kind": "refit", "t": float(t), "began": t - 1.0, "report": report, "outcome": "ok"}
+            for t in range(10 * number, 10 * number + 3)
+        ]
+        recorder = Recorder(tmp_path, f"driver{number}", began=1.0)
+        for refit in refits:
+            recorder.write(**refit)
+        recorder.close()
+    run = Run(tmp_path)
+    assert [run.find_end_of_refit(number) for number in (0, 2, 3, 5)] == [22.0, 20.0, 12.0, 10.0]
+    assert run.find_end_of_refit(6) == -math.inf
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "link.jsonl").symlink_to("/etc/passwd")
+    assert run.find_end_of_refit(0) == 22.0

@@ -56,7 +56,7 @@ async def test_counts_are_recorded_by_a_timer_and_nothing_is_while_nothing_happe
     tally = RolloutTally(recorder, seconds=0.01)
     tally.flush()
     for number in range(3):
-        tally.add_rollout(0.5 + number, 10, 4, [(1, 5), (2, 2)], is_continued=number == 0)
+        tally.add_rollout(0.5 + number, 10, 4, 7, [(1, 5), (2, 2)], is_continued=number == 0)
     tally.add_retry("status 503")
     tally.add_cut()
     tally.add_not_believed()
@@ -71,6 +71,24 @@ async def test_counts_are_recorded_by_a_timer_and_nothing_is_while_nothing_happe
     assert (first["cut"], first["continued"], first["not_believed"]) == (1, 1, 1)
     assert first["latency"] == {"p50": 1.5, "p95": 2.5, "p99": 2.5}
     assert second["count"] == 0 and second["first_token"]["p50"] == 0.2
+
+
+async def test_many_rollouts_are_counted_to_the_last(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "driver")
+    tally = RolloutTally(recorder, seconds=3600.0)
+    for number in range(5000):
+        tokens = 1 + number % 7
+        versions = [(number // 1000, tokens)] if number % 10 else [(None, 1), (7, tokens - 1)]
+        tally.add_rollout(0.5, 100, 40, tokens, versions, number % 10 == 0)
+    tally.flush()
+    recorder.close()
+    (entry,) = read(tmp_path, "rollouts")
+    tokens = sum(1 + number % 7 for number in range(5000))
+    assert (entry["count"], entry["tokens"], entry["continued"]) == (5000, tokens, 500)
+    assert (entry["prompt_tokens"], entry["cached_tokens"]) == (500_000, 200_000)
+    assert entry["versions"]["None"] == 500 and sum(entry["versions"].values()) == tokens
+    sampled = entry["histograms"]["sampled"]
+    assert {int(bits): count for bits, count in sampled.items()} == {1: 715, 2: 1429, 3: 2856}
 
 
 def test_a_sample_of_many_figures_stays_small_and_close() -> None:
@@ -96,7 +114,7 @@ async def test_steps_are_known_by_refits_alone(
     try:
         end_step(1, publish=2.0)  # when it began is not known
         for clock[0] in (102.0, 103.0):
-            tally.add_rollout(2.0, 1, 0, [(1, 1)])
+            tally.add_rollout(2.0, 1, 0, 1, [(1, 1)])
         clock[0] = 109.0
         steps.note_paused(0.5)
         end_step(2, publish=2.0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.stack.commands import make_traces_env
 from rollway.versions import FleetVersions
-from tests.observe.otlp_receiver import Receiver, decode, open_receiver
+from tests.observe.otlp_receiver import Receiver, decode, open_grpc_receiver, open_receiver
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -80,7 +83,8 @@ def test_nothing_of_opentelemetry_is_loaded_without_an_endpoint() -> None:
         "assert open_tracer({}) is None\n"
         "assert open_tracer({'OTEL_SDK_DISABLED': 'true', 'OTEL_EXPORTER_OTLP_ENDPOINT': 'x'})"
         " is None\n"
-        "print([name for name in sys.modules if name.startswith(('opentelemetry', 'requests'))])"
+        "heavy = ('opentelemetry', 'requests', 'grpc')\n"
+        "print([name for name in sys.modules if name.startswith(heavy)])"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
@@ -101,9 +105,92 @@ def test_a_protocol_that_is_not_spoken_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(traces, "_tracer", None)
-    environment = {ENDPOINT: "http://127.0.0.1:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+    environment = {ENDPOINT: "http://127.0.0.1:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}
     assert open_tracer(environment) is None
-    assert "their protocol is grpc" in caplog.text
+    assert "their protocol is http/json" in caplog.text
+
+
+@pytest.fixture
+def grpc_receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    with open_grpc_receiver() as receiver:
+        monkeypatch.setenv(ENDPOINT, receiver.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+        yield receiver
+
+
+def test_spans_go_by_grpc_where_the_environment_says_so(
+    grpc_receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization=Bearer%20t,x-a=b")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    env = make_traces_env(os.environ)
+    assert env["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"] == grpc_receiver.url
+    assert env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "grpc"
+    tracer = open_now()
+    tracer.begin("n").finish({"rollway.tokens": 3})
+    tracer.flush()
+    (span,) = grpc_receiver.spans
+    assert (span.service, span.name, span.attributes) == ("rollway", "n", {"rollway.tokens": 3})
+    headers = grpc_receiver.headers[-1]
+    assert headers["authorization"] == "Bearer t" and headers["x-a"] == "b"
+
+
+def test_a_grpc_receiver_that_refuses_costs_spans_and_nothing_else(
+    grpc_receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracer = open_now()
+    grpc_receiver.status = 503
+    for _ in range(2):
+        tracer.begin("lost").finish({})
+        tracer.flush()
+    assert tracer.dropped == 2 and caplog.text.count("UNAVAILABLE: not now") == 1
+    grpc_receiver.status = 200
+    tracer.begin("kept").finish({})
+    tracer.flush()
+    assert [span.name for span in grpc_receiver.spans] == ["kept"]
+
+
+def test_grpc_by_https_checks_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed; it makes the certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",
+         "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out",
+         str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    with open_grpc_receiver((key.read_bytes(), certificate.read_bytes())) as receiver:
+        monkeypatch.setenv(ENDPOINT, receiver.url)
+        stranger = open_now()
+        stranger.begin("n").finish({})
+        stranger.flush()
+        assert receiver.spans == [] and stranger.dropped == 1
+        monkeypatch.setattr(traces, "_tracer", None)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(certificate))
+        friend = open_now()
+        friend.begin("n").finish({})
+        friend.flush()
+        assert [span.name for span in receiver.spans] == ["n"]
+
+
+def test_a_forked_child_sends_its_own_spans(grpc_receiver: Receiver) -> None:
+    """Trainers fork before their first rollout."""
+    script = (
+        "import os\n"
+        "from rollway.observe.traces import open_tracer\n"
+        "tracer = open_tracer()\n"
+        "child = os.fork()\n"
+        "tracer.begin('parent' if child else 'child').finish({})\n"
+        "tracer.flush()\n"
+        "if not child: os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert {span.name for span in grpc_receiver.spans} == {"parent", "child"}
 
 
 def test_a_step_is_the_parent_of_what_happens_in_it(receiver: Receiver) -> None:

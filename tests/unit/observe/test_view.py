@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.observe.dash import verdicts
+from rollway.observe.dash.fields import get_amount, get_amounts
 from rollway.observe.dash.series import MOST_POINTS, Series
 from rollway.observe.dash.timeline import KEPT
 from rollway.observe.dash.view import View
@@ -376,3 +377,15 @@ def test_tokens_of_the_base_are_no_finding() -> None:
     view.add({"kind": "rollouts", "t": 1.7e9 + 700, **rollouts, "versions": {"7": 9}})
     view.add({"kind": "event", "t": 1.7e9 + 800, "event": "ready"})
     assert view.get_sections()["top"][0]["level"] == "bad"
+
+
+@given(
+    st.dictionaries(
+        st.text() | st.integers(),
+        st.floats() | st.integers() | st.booleans() | st.text() | st.none(),
+    )
+)
+def test_amounts_of_an_object_are_those_of_its_items(values: dict[Any, Any]) -> None:
+    expected = {key: get_amount(item) for key, item in values.items() if isinstance(key, str)}
+    assert get_amounts(values) == {k: v for k, v in expected.items() if v is not None}
+    assert get_amounts([]) == get_amounts(None) == {}

@@ -38,6 +38,20 @@ def get_amount(value: object) -> float | None:
     return number if number is not None and number >= 0 else None
 
 
+def get_amounts(value: object) -> dict[str, float]:
+    """Return the numbers of an object that are not negative, by their keys."""
+    if not isinstance(value, Mapping) or len(value) > _MOST_ITEMS:
+        return {}
+    amounts = {}
+    for key, item in value.items():
+        # A day's record has ten million numbers in its samples; nearly all of them are these.
+        if type(item) is float and 0.0 <= item < 1e15 and type(key) is str:
+            amounts[key] = item
+        elif isinstance(key, str) and (amount := get_amount(item)) is not None:
+            amounts[key] = amount
+    return amounts
+
+
 def get_count(value: object) -> int:
     """Return how many, or 0."""
     return int(get_amount(value) or 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from rollway.errors import RollwayError, UsageError
 from rollway.observe.dash.attached import LISTING_SECONDS, record_attached
 from rollway.observe.dash.source import Phase, Source
+from rollway.observe.dash.timeline import KEPT
 from rollway.observe.read import Run
 from rollway.observe.runs import list_runs
 from rollway.private import is_plain_name
@@ -137,9 +138,14 @@ def get_phase(name: str, started: StackState) -> Phase:
 
 
 def _make_source(label: str, run: Run) -> Source:
+    follower = run.follower()
     return Source(
         label,
-        poll=run.follower().poll,
+        poll=follower.poll,
         read=lambda: Run(run.directory).read(),
+        # A day has a million steps, and the page has the bars of a few refits.
+        load=lambda: follower.read(without={"step"}, until=run.find_end_of_refit(KEPT)),
+        read_end=lambda: Run(run.directory).read_end(),
+        get_progress=lambda: (follower.bytes_read, run.nbytes),
         count_problems=lambda: dict(run.problems),
     )

@@ -1,6 +1,6 @@
 """Serve the page of one run.
 
-    run directory ── poll, in a thread ──► View ── every tick, what changed ──► each open page
+    run directory ── load, poll, in a thread ──► View ── every tick, what changed ──► each open page
                                             │
     GET /                  the page, and /static/… for its parts
     GET /api/model[?at=T]  everything, now or as it was
@@ -59,7 +59,6 @@ class Dashboard:
     def __init__(self, source: Source, access: Access | None = None) -> None:
         self.source = source
         self.watch = Watch(source)
-        self.view = self.watch.view
         self._access = access or Access()
         self._conversations = None if source.journal is None else Conversations(source.journal)
         self._history: History | None = None
@@ -69,6 +68,10 @@ class Dashboard:
         self._streams = 0
         self._is_closing = False
         self._files = load_static()
+
+    @property
+    def view(self) -> View:
+        return self.watch.view
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[make_guard(self._access)])
@@ -90,16 +93,30 @@ class Dashboard:
     # --- the run ---------------------------------------------------------------------------------
 
     async def _follow(self, _: web.Application) -> AsyncIterator[None]:
-        await self._poll()  # the first page has everything that is there
-        task = asyncio.create_task(self._poll_forever())
+        """Have something to show before anybody is answered: all of a record, the end of a long
+        one."""
+        is_long = await asyncio.to_thread(lambda: self.watch.is_long)
+        await asyncio.to_thread(self.watch.look_at_end if is_long else self.watch.load)
+        task = asyncio.create_task(self._poll_forever(is_long))
         yield
+        self.watch.is_stopped = True
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    async def _poll_forever(self) -> None:
+    async def _poll_forever(self, is_long: bool) -> None:
+        if is_long:
+            await self._load()
         while True:
             await asyncio.sleep(POLL_SECONDS)
             await self._poll()
+
+    async def _load(self) -> None:
+        """Load a long record, and tell open pages how far it is."""
+        loading = asyncio.create_task(asyncio.to_thread(self.watch.load))
+        while not loading.done():
+            await asyncio.wait([loading], timeout=TICK_SECONDS)
+            self._tell_pages()
+        await loading
 
     async def _poll(self) -> None:
         """Take all new entries, as `Watch.poll` does, and answer pages meanwhile."""
@@ -116,8 +133,11 @@ class Dashboard:
         except OSError as error:
             watch.note_trouble(error)
         if count or before != (watch.phase, watch.trouble):
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._tell_pages()
+
+    def _tell_pages(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     # --- answers ---------------------------------------------------------------------------------
 
@@ -280,6 +300,11 @@ class _Page:
 
     def __init__(self, dashboard: Dashboard) -> None:
         self._dashboard = dashboard
+        self._begin(dashboard.view)
+
+    def _begin(self, view: View) -> None:
+        """Begin with a page that has nothing of a view."""
+        self._view = view
         self._sections: dict[str, bytes] = {}
         self._rows: dict[str, dict[str, Any]] = {}
         self._times: dict[str, float] = {}
@@ -290,6 +315,8 @@ class _Page:
     def make_update(self) -> dict[str, Any]:
         """Return what the page does not have yet; empty if nothing."""
         view = self._dashboard.view
+        if view is not self._view:  # all of the record, after its end
+            self._begin(view)
         update: dict[str, Any] = {}
         sections = self._dashboard.watch.make_model()
         fleet = self._find_changed_rows(sections.pop("fleet"))

@@ -18,6 +18,7 @@ Entry = dict[str, Any]
 Phase = Literal["live", "ended", "recorded"]
 
 _SETTLE_POLL_SECONDS = 0.2
+_LONG_BYTES = 32 << 20
 _MOST_ENTRIES = 400_000
 _MOST_SAMPLES = 2_000
 
@@ -32,6 +33,13 @@ class Source:
     """Returns the entries that it has not returned before."""
     read: Callable[[], Iterable[Entry]]
     """Returns all entries, in the order of time."""
+    load: Callable[[], Iterable[Entry]] = list
+    """Returns what `poll` would return until there is no more, faster; `poll` goes on from there.
+    Steps of refits that no page has a bar for are left out."""
+    read_end: Callable[[], Iterable[Entry]] = list
+    """Returns the newest entries."""
+    get_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Returns how many bytes of the record `load` has read, and of how many."""
     get_phase: Callable[[], Phase] = lambda: "recorded"
     count_problems: Callable[[], dict[str, int]] = dict
     """Returns how many lines of the record could not be read, by reason."""
@@ -58,8 +66,13 @@ class Source:
 class Watch:
     """A run as it is now: its view, and whether it is live. Whoever shows a run polls one.
 
+        look_at_end() ──► a view of the newest minutes, at once
+        load()        ──► a view of all of it takes its place
+        poll()        ──► what is new is added to that
+
     Example:
         watch = Watch(source)
+        watch.load()
         while watch.poll() or …:
             show(watch.make_model())
     """
@@ -69,6 +82,35 @@ class Watch:
         self.view = View()
         self.phase: Phase = "live"
         self.trouble = ""
+        self.is_stopped = False
+        """Set by another thread, it ends `load`."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the record takes seconds to read."""
+        done, total = self.source.get_progress()
+        return total - done > _LONG_BYTES
+
+    def look_at_end(self) -> None:
+        """Show the end of the record, until all of it is loaded."""
+        view = View(is_partial=True)
+        for entry in self.source.read_end():
+            view.add(entry)
+        self.view = view
+        self.note_phase(self.source.get_phase())
+
+    def load(self) -> None:
+        """Take all that is recorded. What is shown meanwhile stays as it is."""
+        view = View()
+        try:
+            for entry in self.source.load():
+                view.add(entry)
+                if self.is_stopped:
+                    return
+        except OSError as error:
+            self.note_trouble(error)
+        self.view = view
+        self.poll()
 
     def poll(self) -> bool:
         """Take all new entries, and return whether anything changed."""
@@ -86,7 +128,7 @@ class Watch:
     def settle(self) -> None:
         """Wait until a record that has just begun tells of workers, or for its settling time."""
         until = time.monotonic() + self.source.settle_seconds
-        self.poll()
+        self.load()
         while time.monotonic() < until and not len(self.view.workers):
             time.sleep(_SETTLE_POLL_SECONDS)
             self.poll()
@@ -104,6 +146,12 @@ class Watch:
         problems = self.source.count_problems()
         unread = ", ".join(f"{count:,} {reason}" for reason, count in problems.items() if count)
         notes = [self.trouble] if self.trouble else []
+        if self.view.is_partial:
+            done, total = self.source.get_progress()
+            notes.append(
+                f"Reading the record: {100 * done // max(total, 1)} %. Until all of it is read, "
+                "totals, plots and the list of refits begin near its end."
+            )
         if unread:
             notes.append(f"Lines of the record that could not be read: {unread}.")
         run = sections["run"]

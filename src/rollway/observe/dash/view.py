@@ -61,7 +61,9 @@ class _Rollouts:
 class View:
     """The state of the page after some entries."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_partial: bool = False) -> None:
+        self.is_partial = is_partial
+        """Whether it has only the end of a run."""
         self.first: float | None = None
         self.now = float("-inf")
         self.timeline = Timeline()
@@ -347,7 +349,7 @@ class View:
     def _count_foreign_tokens(self) -> int:
         """Count tokens of versions that no worker of this run had. All begin with the base, which
         no list of workers has before the first refit."""
-        if not self.workers.versions:
+        if self.is_partial or not self.workers.versions:
             return 0
         known = {BASE_VERSION, *self.workers.versions}
         return int(

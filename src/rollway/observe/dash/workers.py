@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from rollway.observe.bins import Bins
 from rollway.observe.dash.fields import (
-    get_amount,
+    get_amounts,
     get_count,
     get_list,
     get_mapping,
@@ -21,7 +22,7 @@ ENDING = ("stopping", "stopped")
 """What a supervisor says of its workers when it ends the whole stack, in order."""
 STALE_SECONDS = 15.0
 """A sampled value that is this much older than the newest sample is a gap."""
-_MOST_WORKERS, _MOST_TOLD = 1_024, 10_000
+_MOST_WORKERS, _MOST_TOLD, _MOST_SAMPLES = 1_024, 10_000, 64
 _HIT_BINS = 90
 _STATES = {
     "exited": "exited",
@@ -55,9 +56,11 @@ class Workers:
         self._names: dict[str, str] = {}
         self._early: dict[str, dict[str, Any]] = {}
         """The last events of workers that no list has had yet."""
-        self._sampled: dict[str, dict[str, tuple[float, float]]] = {}
+        self._sampled: dict[str, deque[tuple[float, dict[str, float]]]] = {}
+        """The last samples of each metric: when, and the values by their labels."""
         self._last_sample = float("-inf")
         self._hits: dict[str, Bins] = {}
+        self._hits_by_labels: dict[str, Bins | None] = {}
         self._began: float | None = None
 
     def __len__(self) -> int:
@@ -116,7 +119,6 @@ class Workers:
             is_superseded = row["by_driver"] and not is_driver
             if row["name"] not in names and (is_superseded or row["node"] in nodes):
                 del self._rows[row["name"]]
-                self._sampled.pop(row["name"], None)
 
     def add_event(self, name: str, worker: str, instance: str, t: float) -> None:
         row = self._find(worker, instance)
@@ -148,33 +150,40 @@ class Workers:
     def add_sample(self, values: Mapping[str, Any], t: float) -> dict[str, list[float]]:
         """Take sampled values; return those of all workers by metric."""
         self._last_sample = max(self._last_sample, t)
-        numbers: dict[str, list[float]] = {}
-        for metric in (*_COLUMNS, HITS, QUERIES):
-            for key, value in get_mapping(values.get(metric)).items():
-                number, worker = get_amount(value), parse_labels(key).get("worker", "")
-                if number is None:
-                    continue
-                numbers.setdefault(metric, []).append(number)
-                if worker in self._sampled or len(self._sampled) < _MOST_WORKERS:
-                    self._sampled.setdefault(worker, {})[metric] = (t, number)
-        self._add_hits(values, t)
-        return numbers
+        columns = {
+            metric: amounts
+            for metric in (*_COLUMNS, HITS, QUERIES)
+            if (amounts := get_amounts(values.get(metric)))
+        }
+        for metric, amounts in columns.items():
+            samples = self._sampled.setdefault(metric, deque(maxlen=_MOST_SAMPLES))
+            samples.append((t, amounts))
+            while samples[0][0] <= self._last_sample - STALE_SECONDS and len(samples) > 1:
+                samples.popleft()
+        self._add_hits(columns.get(QUERIES, {}), columns.get(HITS, {}), t)
+        return {metric: list(amounts.values()) for metric, amounts in columns.items()}
 
-    def _add_hits(self, values: Mapping[str, Any], t: float) -> None:
+    def _add_hits(self, queries: Mapping[str, float], hits: Mapping[str, float], t: float) -> None:
         """Keep the share of prompt tokens that each worker found, over time."""
-        hits = get_mapping(values.get(HITS))
-        for key, value in get_mapping(values.get(QUERIES)).items():
-            queries, own = get_amount(value), get_amount(hits.get(key)) or 0.0
-            labels = parse_labels(key)
-            # What a decode worker calls hits is KV that came from prefill workers.
-            if not queries or labels.get("role") == "decode":
+        for labels, count in queries.items():
+            if not count:
                 continue
-            name = labels.get("worker", "")
-            if name not in self._hits and len(self._hits) < _MOST_WORKERS:
-                self._began = t if self._began is None else self._began
-                self._hits[name] = Bins(self._began, _HIT_BINS)
-            if name in self._hits:
-                self._hits[name].add(t, min(own / queries, 1.0), queries)
+            if labels not in self._hits_by_labels:
+                self._hits_by_labels[labels] = self._find_bins(labels, t)
+            bins = self._hits_by_labels[labels]
+            if bins is not None:
+                bins.add(t, min(hits.get(labels, 0.0) / count, 1.0), count)
+
+    def _find_bins(self, key: str, t: float) -> Bins | None:
+        labels = parse_labels(key)
+        # What a decode worker calls hits is KV that came from prefill workers.
+        if labels.get("role") == "decode" or len(self._hits_by_labels) >= _MOST_TOLD:
+            return None
+        name = labels.get("worker", "")
+        if name not in self._hits and len(self._hits) < _MOST_WORKERS:
+            self._began = t if self._began is None else self._began
+            self._hits[name] = Bins(self._began, _HIT_BINS)
+        return self._hits.get(name)
 
     def list_hits(self) -> list[dict[str, Any]]:
         """List the prefix hits of every worker over time."""
@@ -208,19 +217,27 @@ class Workers:
         return self._names
 
     def as_json(self) -> list[dict[str, Any]]:
+        sampled = self._find_sampled()
         rows = []
         for row in self._rows.values():
-            oldest = self._last_sample - STALE_SECONDS
-            sampled = {
-                metric: value
-                for metric, (t, value) in self._sampled.get(row["name"], {}).items()
-                if t > oldest
-            }
-            columns = {name: sampled.get(metric) for metric, name in _COLUMNS.items()}
-            queries = sampled.get(QUERIES)
-            hits = min(sampled.get(HITS, 0.0) / queries, 1.0) if queries else None
+            own = sampled.get(row["name"], {})
+            columns = {name: own.get(metric) for metric, name in _COLUMNS.items()}
+            queries = own.get(QUERIES)
+            hits = min(own.get(HITS, 0.0) / queries, 1.0) if queries else None
             rows.append({**row, **columns, "hits": hits})
         return rows
+
+    def _find_sampled(self) -> dict[str, dict[str, float]]:
+        """Return the newest values of each worker that are not too old, by metric."""
+        oldest = self._last_sample - STALE_SECONDS
+        sampled: dict[str, dict[str, float]] = {}
+        for metric, samples in self._sampled.items():
+            for t, amounts in samples:
+                if t > oldest:
+                    for key, amount in amounts.items():
+                        name = parse_labels(key).get("worker", "")
+                        sampled.setdefault(name, {})[metric] = amount
+        return sampled
 
     def _find(self, name: str, instance: str) -> dict[str, Any] | None:
         if name in self._rows:

@@ -21,9 +21,8 @@ package index: this was tested against a stand-in that speaks gRPC and against t
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError, WeightsError
+from rollway.protobuf import decode, encode_bytes, encode_number
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, NotYet
 
 MODELEXPRESS = "0.7.0"
@@ -42,9 +42,6 @@ _TOKEN_PATH = "MX_AUTH_TOKEN_PATH"
 _DEFAULT_TOKEN_PATH = "/var/run/secrets/tokens/modelexpress"
 """Where ModelExpress's own clients look for a token, if the server wants one."""
 _FULL_TENSOR = 1
-_VARINT, _BYTES = 0, 2
-"""Types of fields in protobuf's encoding."""
-_FIXED = {1: 8, 5: 4}
 
 Field = str | int | Sequence[str]
 
@@ -217,65 +214,13 @@ def _read_token() -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {token}")] if token else []
 
 
-# --- protobuf, as far as these messages need it ---------------------------------------------------
-
-
 def encode(fields: Mapping[int, Field]) -> bytes:
     """Encode the fields of a message, by their numbers: texts, numbers and lists of texts."""
     message = bytearray()
     for number, value in fields.items():
         if isinstance(value, int):
-            message += _encode_varint(number << 3 | _VARINT) + _encode_varint(value)
+            message += encode_number(number, value)
             continue
         for text in (value,) if isinstance(value, str) else value:
-            raw = text.encode()
-            message += _encode_varint(number << 3 | _BYTES) + _encode_varint(len(raw)) + raw
+            message += encode_bytes(number, text.encode())
     return bytes(message)
-
-
-def decode(message: Any) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a message: numbers, and texts and messages as bytes.
-
-    Raises:
-        ValueError: this is no message.
-    """
-    if not isinstance(message, bytes):
-        raise ValueError("a field is no message")
-    data = io.BytesIO(message)
-    while data.tell() < len(message):
-        key = _read_varint(data)
-        number, kind = key >> 3, key & 7
-        if kind == _VARINT:
-            yield number, _read_varint(data)
-        elif kind == _BYTES:
-            yield number, _read(data, _read_varint(data))
-        elif kind in _FIXED:
-            yield number, _read(data, _FIXED[kind])
-        else:
-            raise ValueError(f"a field has the type {kind}")
-
-
-def _encode_varint(value: int) -> bytes:
-    parts = bytearray()
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    parts.append(value)
-    return bytes(parts)
-
-
-def _read_varint(data: io.BytesIO) -> int:
-    value = 0
-    for shift in range(0, 64, 7):
-        byte = _read(data, 1)[0]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value
-    raise ValueError("a number has more than 64 bits")
-
-
-def _read(data: io.BytesIO, count: int) -> bytes:
-    raw = data.read(count)
-    if len(raw) < count:
-        raise ValueError("a message ends within a field")
-    return raw
