@@ -22,9 +22,16 @@ def read_steps(directory: Path, since: float = 0.0) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry["kind"] == "trainer" and entry["t"] >= since]
 
 
-def check_steps(directory: Path, numbers: Sequence[int], cli: Cli, since: float = 0.0) -> None:
+def check_steps(
+    directory: Path,
+    numbers: Sequence[int],
+    cli: Cli,
+    since: float = 0.0,
+    *,
+    generates: bool = True,
+) -> None:
     """Assert that these steps are recorded, each divided without a rest, and that the report of
-    the run shows them."""
+    the run shows them. `generates` says whether the trainer's process has the rollouts."""
     steps = read_steps(directory, since)
     print(
         "\n".join(
@@ -35,7 +42,8 @@ def check_steps(directory: Path, numbers: Sequence[int], cli: Cli, since: float 
     for step in steps:
         assert step["parts"].keys() == PARTS
         assert sum(step["parts"].values()) == pytest.approx(step["seconds"], abs=1e-6)
-        assert all(seconds > 0 for seconds in step["parts"].values()), step["parts"]
+        empty = {name for name, seconds in step["parts"].items() if seconds <= 0}
+        assert empty == (set() if generates else {"generate"}), step["parts"]
     check_report(directory, cli)
 
 
@@ -49,6 +57,6 @@ def check_report(directory: Path, cli: Cli) -> None:
     total = sum(step["seconds"] for step in steps)
     assert figures["trainer's steps"] == len(steps)
     assert figures["step, mean"] == pytest.approx(total / len(steps))
-    shares = ("generating", "training", "publishing", "paused")
-    assert sum(figures[f"of it {share}"] for share in shares) == pytest.approx(1.0)
+    shares = [value for label, value in figures.items() if label.startswith("of it ")]
+    assert len(shares) >= 3 and sum(shares) == pytest.approx(1.0)
     assert "Trainer's steps" in Path(result["file"]).read_text().replace("&#x27;", "'")

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from rollway.observe.read import Run
+from rollway.observe.runs import list_runs
 from tests.children import find_processes_in
+from tests.conftest import Cli
 from tests.light.spec import light
 from tests.nemo_rl.environment import RECIPE, find_source, run_script
+from tests.steps import check_steps
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,7 +41,7 @@ def train(base_model: Path, home: Path, steps: int, *, in_flight: bool, **light_
     }
     seen = run_script("drive_async_grpo.py", question, home, timeout=800)
     wait_until(lambda: not find_processes_in(home))
-    return seen
+    return {**seen, "home": home}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,14 @@ def test_every_step_refits_and_trains_on_what_was_served(seen: Any) -> None:
     assert versions == list(range(1, STEPS + 2))
     assert all(refit["workers"] == 2 for refit in seen["refits"])
     assert max(seen["mismatches"]) < 1e-3
+
+
+def test_its_steps_are_recorded_under_its_numbers(seen: Any, cli: Cli) -> None:
+    """Its collector has the rollouts, in another process, which records them into the same run."""
+    (record,) = list_runs(seen["home"] / "runs")
+    check_steps(record, range(1, STEPS + 1), cli, generates=False)
+    kinds = {(entry["kind"], entry.get("count", 0) > 0) for entry in Run(record).read()}
+    assert ("rollouts", True) in kinds
 
 
 def test_it_learns(seen: Any) -> None:
