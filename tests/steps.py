@@ -43,7 +43,7 @@ def check_steps(
         assert step["parts"].keys() == PARTS
         assert sum(step["parts"].values()) == pytest.approx(step["seconds"], abs=1e-6)
         empty = {name for name, seconds in step["parts"].items() if seconds <= 0}
-        assert empty == (set() if generates else {"generate"}), step["parts"]
+        assert empty <= (set() if generates else {"generate"}), step["parts"]
     check_report(directory, cli)
 
 
