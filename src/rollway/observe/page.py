@@ -15,12 +15,14 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rollway.config import is_loopback
+from rollway.observe import steps
 from rollway.observe.read import Run
 from rollway.observe.runs import is_alive, list_runs, read_headers
 from rollway.observe.series import Series
@@ -82,7 +84,12 @@ class _Followed:
 
 
 def _is_recorded(run: Path) -> bool:
-    return any(is_alive(header, run) for header in read_headers(run))
+    """Return whether a process still writes to a run; this one may have left its stack."""
+    is_own, this = run in steps.list_directories(), (socket.gethostname(), os.getpid())
+    return any(
+        is_own if (header.get("host"), header.get("pid")) == this else is_alive(header, run)
+        for header in read_headers(run)
+    )
 
 
 # --- the server ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from rollway.observe import traces
@@ -210,3 +211,8 @@ def register(recorder: Recorder, tally: RolloutTally | None = None) -> None:
 
 def unregister(recorder: Recorder) -> None:
     _recorders.pop(recorder, None)
+
+
+def list_directories() -> set[Path]:
+    """Return the directories of the records that this process writes."""
+    return {recorder.directory for recorder in list(_recorders)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import urllib.error
 import urllib.request
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollway.fleet.history import DriverHistory
-from rollway.observe import page, step
+from rollway.observe import page, step, steps
 from rollway.observe.record import Recorder
 
 TOKEN = "0123456789abcdef"
@@ -58,24 +59,36 @@ def test_a_driver_serves_its_steps_if_it_is_asked_to(
     history.close()
 
 
-def test_runs_of_other_processes_are_on_the_page_while_they_are_recorded(
+def test_every_run_is_on_the_page_while_it_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two of this process, and one whose writer is another, which is dead."""
     monkeypatch.setenv(page.ADDRESS, "127.0.0.1:0")
     url = page.serve_if_asked(tmp_path)
     assert url is not None
+    recorders = []
     for number in (1, 2):
         recorder = Recorder(tmp_path / f"run-{number}", "driver", stack="s", run=f"run-{number}")
+        steps.register(recorder)
         recorder.write("trainer", step=number, seconds=1.0, parts={})
         recorder.close()
+        recorders.append(recorder)
+    dead = tmp_path / "run-3"
+    dead.mkdir()
+    (file,) = (tmp_path / "run-1").glob("driver-*.jsonl")
+    own = f'"pid":{os.getpid()}'
+    assert own in file.read_text()
+    (dead / file.name).write_text(file.read_text().replace(own, '"pid":2147483647'))
     text = get(url)
     assert text.count("# TYPE rollway_step gauge") == 1  # a family stands together
     assert [line for line in text.splitlines() if line.startswith("rollway_step{")] == [
         'rollway_step{stack="s",run="run-1"} 1',
         'rollway_step{stack="s",run="run-2"} 2',
     ]
-    monkeypatch.setattr(page, "is_alive", lambda header, run: run.name == "run-2")
+    steps.unregister(recorders[0])
     assert "run-1" not in get(url) and "run-2" in get(url)
+    steps.unregister(recorders[1])
+    assert get(url) == ""
 
 
 def test_a_token_is_asked_for_and_loopback_means_loopback(
