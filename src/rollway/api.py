@@ -330,8 +330,9 @@ async def _attach_graph(
     # By its name: that package is above this module, and needs an extra.
     address = importlib.import_module("rollway.kubernetes.address")
     frontend, listed_at = await cleanup.enter_async_context(address.reach_graph(target))
+    # Its record has the graph's name: the frontend may be reached by a port of this moment.
     return await _attach(
-        frontend, rl_url or listed_at, "", watch, timeouts, listing, secret, record, cleanup
+        frontend, rl_url or listed_at, "", watch, timeouts, listing, secret, record, cleanup, target
     )
 
 
@@ -345,6 +346,7 @@ async def _attach(
     secret: str | None,
     record: bool,
     cleanup: AsyncExitStack,
+    label: str = "",
 ) -> Stack:
     http = await cleanup.enter_async_context(Http())
     models, plain_vllm = await _list_models(http, frontend)
@@ -367,6 +369,7 @@ async def _attach(
         listing=listing,
         secret=secret,
         record=record,
+        label=label,
     )
     cleanup.callback(stack.close_history)
     cleanup.push_async_callback(stack.unwatch)

@@ -63,6 +63,7 @@ class Stack:
         listing: Source | None = None,
         secret: str | None = None,
         record: bool = False,
+        label: str = "",
     ) -> None:
         self.name = name
         self._access = access or (LocalAccess(name) if name else None)
@@ -76,7 +77,7 @@ class Stack:
         self._listing = listing or RlListing(rl_url, frontend_url)
         self._secret = secret
         self._fleets = {model: self._make_fleet(model) for model in models}
-        self._history = self._open_history(record)
+        self._history = self._open_history(record, label or frontend_url)
         self.tracer = open_tracer()
         """Makes spans of refits and rollouts; None unless OpenTelemetry's variables are set."""
         for fleet in self._fleets.values():
@@ -118,15 +119,15 @@ class Stack:
         fleet.versions.tainted = True  # the launcher gave every worker the taint of its version
         return fleet
 
-    def _open_history(self, record: bool) -> DriverHistory | None:
+    def _open_history(self, record: bool, label: str) -> DriverHistory | None:
         """Open this process's part of the record; None for a stack that is not recorded. One that
-        Rollway did not start is recorded here alone, if `record`."""
+        Rollway did not start is recorded here alone, if `record`, and called by its `label`."""
         state = self.read_state()
         if state is None and record:  # it may have been started here, and named by its address
             state = _find_stack_at(self.frontend_url)
         if state is None and record:
-            own = choose_attached_dir(self.frontend_url)
-            return DriverHistory(own, self.frontend_url, own.name, self.frontend_url)
+            own = choose_attached_dir(label)
+            return DriverHistory(own, label, own.name, self.frontend_url)
         directory = None if state is None else find_record_dir(state)
         if state is None or directory is None:
             return None

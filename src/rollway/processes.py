@@ -117,6 +117,21 @@ def find_members(run_id: str) -> set[ProcessId]:
     return marked
 
 
+def find_runs() -> dict[str, set[ProcessId]]:
+    """Return the living processes of this user that carry a mark, by their run."""
+    runs: dict[str, set[ProcessId]] = {}
+    for pid in _list_own_pids():
+        run_id, entry = read_run_id(pid), _read_entry(pid)
+        if run_id is not None and entry is not None and entry.state not in "ZX":
+            runs.setdefault(run_id, set()).add(entry.id)
+    return runs
+
+
+def is_supervisor(process: ProcessId) -> bool:
+    """Return whether this is a living supervisor of a stack."""
+    return process.alive and "rollway.stack.supervisor" in read_command(process, 2000)
+
+
 def find_descendants(root: int) -> set[ProcessId]:
     """Find the living children of a process, and their children, to any depth."""
     entries = [entry for pid in _list_own_pids() if (entry := _read_entry(pid))]

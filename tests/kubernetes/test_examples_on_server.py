@@ -15,6 +15,8 @@ from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.infra import DEFAULTS_VARIABLE, load_infra
 from rollway.kubernetes.kinds import CRD, DGD, DGD_ALPHA, Kind
 from rollway.kubernetes.manifests import render_all
+from rollway.observe.export.podmonitors import make_podmonitors, make_rule_object
+from rollway.observe.export.rules import make_rules
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -106,3 +108,15 @@ def test_the_server_accepts_the_shipped_roles(admin: Cluster, path: Path) -> Non
         kind = find_kind(item)
         assert kind is not None
         admin.create(kind, item, dry_run=True)
+
+
+@pytest.mark.parametrize("graph", [None, "policy"])
+def test_the_server_accepts_what_prometheus_operator_gets(
+    admin: Cluster, graph: str | None
+) -> None:
+    kinds = {
+        "PodMonitor": Kind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor"),
+        "PrometheusRule": Kind("monitoring.coreos.com", "v1", "prometheusrules", "PrometheusRule"),
+    }
+    for item in (*make_podmonitors(graph), make_rule_object(make_rules())):
+        admin.create(kinds[item["kind"]], item, dry_run=True)

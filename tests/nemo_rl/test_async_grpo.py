@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from rollway.observe.runs import list_runs
 from tests.children import find_processes_in
+from tests.conftest import Cli
 from tests.light.spec import light
 from tests.nemo_rl.environment import RECIPE, find_source, run_script
+from tests.steps import check_steps, read_steps
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,7 +40,7 @@ def train(base_model: Path, home: Path, steps: int, *, in_flight: bool, **light_
     }
     seen = run_script("drive_async_grpo.py", question, home, timeout=800)
     wait_until(lambda: not find_processes_in(home))
-    return seen
+    return {**seen, "home": home}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,16 @@ def test_every_step_refits_and_trains_on_what_was_served(seen: Any) -> None:
     assert versions == list(range(1, STEPS + 2))
     assert all(refit["workers"] == 2 for refit in seen["refits"])
     assert max(seen["mismatches"]) < 1e-3
+
+
+def test_its_steps_are_recorded_under_its_numbers(seen: Any, cli: Cli) -> None:
+    """Its collector has the rollouts, in another process, which records them into the same run."""
+    (record,) = list_runs(seen["home"] / "runs")
+    check_steps(record, range(1, STEPS + 1), cli, generates=False)
+    # The first step has those that this script made before it trained.
+    assert {step["parts"]["generate"] for step in read_steps(record)[1:]} == {0.0}
+    texts = [path.read_text() for path in record.glob("driver-*.jsonl")]
+    assert sum('"kind":"rollouts"' in text for text in texts) >= 2
 
 
 def test_it_learns(seen: Any) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from rollway.demo.task import CountingTask
 from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.synchronizer import Synchronizer
+from tests.conftest import Cli
 from tests.megatron.package import install_megatron
 from tests.nemo_rl.megatron_policy import MegatronRank
 from tests.nemo_rl.policy import Policy, get
 from tests.nemo_rl.rollouts import GROUP_SIZE, GROUPS, Outcome, check, collect
+from tests.steps import check_steps
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 
@@ -83,13 +86,17 @@ def train(
     ids=lambda sync: f"{sync['method']}{'-shards' if sync.get('shards') else ''}",
 )
 def test_it_learns(
-    sync: dict[str, Any], generation: Generation, policy: Policy, task: CountingTask
+    sync: dict[str, Any], generation: Generation, policy: Policy, task: CountingTask, cli: Cli
 ) -> None:
+    began = time.time()
     synchronizer = Synchronizer(policy, generation, WeightSync(**sync), get=get)
     try:
         check(train(generation, policy, synchronizer, task))
     finally:
         synchronizer.shutdown()
+    record = generation.connection.stack.record_dir
+    assert record is not None
+    check_steps(record, range(1, STEPS + 1), cli, since=began)
 
 
 @pytest.mark.slow

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import rollway
+from tests.conftest import Cli
 from tests.prime_rl.environment import HERE
 from tests.prime_rl.training import (
     ANSWER,
@@ -35,6 +38,7 @@ from tests.prime_rl.training import (
     send_first_weights_only,
 )
 from tests.stack.prime_rl import PrimeServer
+from tests.steps import check_steps
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
 
@@ -80,14 +84,20 @@ def train(
 
 
 def test_the_reward_rises_with_broadcasts_as_files(
-    python: Path, vllm_server: PrimeServer, base_model: Path
+    python: Path,
+    vllm_server: PrimeServer,
+    vllm_stack: rollway.Stack,
+    base_model: Path,
+    cli: Cli,
 ) -> None:
-    trainer = Trainer(base_model)
+    began, trainer = time.time(), Trainer(base_model)
     send = send_files(trainer, vllm_server.output_dir)
     outcome = train(python, vllm_server, trainer, send, base_model)
     assert outcome.turns == 1.5  # half of the episodes use the tool
     assert outcome.rise > RISE and outcome.worst < MISMATCH
     assert vllm_server.metrics()["rollway_policy_step"] == STEPS
+    assert vllm_stack.record_dir is not None
+    check_steps(vllm_stack.record_dir, range(1, STEPS + 1), cli, since=began)
 
 
 @pytest.mark.slow

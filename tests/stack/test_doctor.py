@@ -10,9 +10,10 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from email.utils import formatdate
 from pathlib import Path
 
@@ -20,12 +21,17 @@ import pytest
 from aiohttp import ClientSession, web
 
 import rollway
+from rollway import processes
 from rollway.observe.doctor import CHECKS, Examination, examine_stack
-from rollway.stack import doctor
+from rollway.processes import ProcessId
+from rollway.stack import doctor, remains
+from rollway.stack.run_dir import make_run_dir_name
 from rollway.stack.state import StackDir, StackState, find_record_dir
 from rollway.stack.workers import has_nixl
 from rollway.versions import taint_of
+from rollway.weights import leftovers
 from tests.conftest import Cli
+from tests.footprint import RUN
 from tests.light.spec import light
 from tests.stack.stacks import VLLM_ARGS
 from tests.waiting import wait_until
@@ -64,6 +70,33 @@ def wait_for_samples(name: str) -> None:
     wait_until(lambda: list(directory.glob("supervisor-*.s*.jsonl")))
 
 
+@pytest.fixture(autouse=True)
+def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """See leftovers of this test alone: what other tests kill at the same time is theirs."""
+    monkeypatch.setattr(remains, "SHM", tmp_path)
+    monkeypatch.setattr("rollway.weights.adapter.HOME", tmp_path)
+    monkeypatch.setattr(remains, "list_bases", lambda: {tmp_path})
+    find_runs = processes.find_runs
+
+    def find_own_runs() -> dict[str, set[ProcessId]]:
+        own = f"{RUN}={os.getpid()}".encode()
+        return {
+            run_id: members
+            for run_id, members in find_runs().items()
+            if any(own in read_environment(member.pid) for member in members)
+        }
+
+    monkeypatch.setattr(processes, "find_runs", find_own_runs)
+    return tmp_path
+
+
+def read_environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
 @pytest.fixture
 def sound(base_model: Path) -> Iterator[rollway.Stack]:
     """A healthy stack, which a test breaks."""
@@ -79,6 +112,7 @@ def test_a_healthy_stack_has_nothing_and_is_asked_little(sound: rollway.Stack, c
     assert [f.check for f in done.findings if f.level == "note"] == ["listeners"]
     assert {f.check for f in done.findings} >= {name for name, _ in CHECKS} - {
         "pools",
+        "RDMA",
         "KV transfer",
     }
     assert done.requests <= 24 and done.tokens <= 40
@@ -316,6 +350,54 @@ def test_a_stack_that_was_left_behind_is_found(
         os.kill(read_state("left").supervisor_pid, signal.SIGKILL)
         wait_until(lambda: not read_state("left").is_supervised)
         assert find_problems("sound") == {"leftovers": "warning"}
+
+
+@pytest.mark.parametrize("what", ["a process", "a run directory", "weights", "an adapter"])
+def test_what_else_dead_runs_leave_is_found(
+    sound: rollway.Stack, own_machine: Path, what: str
+) -> None:
+    """The files stand in for those of processes that were killed with their guards."""
+    run_id, dead = "0123456789abcdef", f"{find_place()}-2147483647-1"
+    with ExitStack() as cleanup:
+        if what == "a process":
+            env = {**os.environ, **processes.make_run_environment(run_id)}
+            orphan = cleanup.enter_context(subprocess.Popen(["sleep", "600"], env=env))
+            cleanup.callback(orphan.kill)
+        elif what == "a run directory":
+            (own_machine / make_run_dir_name(run_id, os.getuid())).mkdir()
+            os.utime(own_machine / make_run_dir_name(run_id, os.getuid()), (0, 0))
+        elif what == "weights":
+            (own_machine / f"{leftovers.WEIGHTS}{dead}-aa").touch()
+        else:
+            (own_machine / "rollway-adapters-aa").mkdir()
+            (own_machine / "rollway-adapters-aa" / f"{dead}.owner").touch()
+        assert find_problems("sound") == {"leftovers": "warning"}
+
+
+def find_place() -> str:
+    """Return the part of a writer's mark that names this machine."""
+    return leftovers.writer_mark().partition("-")[0]
+
+
+def test_a_small_shared_memory_of_the_workers_is_found(
+    base_model: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """As of a container: the stack has a /dev/shm of its own, and the doctor has this machine's."""
+    flags = "-m" if os.getuid() == 0 else "-Urm"
+    mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    inside = ["unshare", flags, "sh", "-c", mount, "sh"]
+    if subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespace is permitted here")
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(json.dumps({**light(base_model, "shallow"), "observe": OFTEN}))
+    command = [*inside, sys.executable, "-m", "rollway.cli", "up", str(spec), "--json"]
+    started = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    try:
+        assert started.returncode == 0, started.stderr
+        wait_for_samples("shallow")
+        assert find_problems("shallow") == {"shared memory": "warning"}
+    finally:
+        cli("down", "shallow")
 
 
 def test_other_versions_of_packages_are_found(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import rollway
 from rollway.errors import UsageError
+from rollway.observe import page
 from rollway.observe.clock import measure_offset
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
@@ -166,3 +168,37 @@ def test_a_stack_at_an_address_is_recorded_by_who_uses_it(base_model: Path) -> N
     (entry,) = list_entries(run, "rollouts")
     assert entry["count"] == 3
     assert {header["stack"] for header in list_entries(run, "header")} == {url}
+
+
+def test_a_trainer_serves_rollways_own_metrics(
+    base_model: Path, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a pod, where the environment names an address; here it is loopback."""
+    monkeypatch.setattr(page, "_page", page.Page())
+    monkeypatch.setenv(page.ADDRESS, "127.0.0.1:0")
+    try:
+        with rollway.up({**light(base_model, "told"), "observe": OFTEN}) as stack:
+            url = page.serve_if_asked(home() / "runs")
+            assert url is not None
+            with rollway.observe.step(1):
+                stack.rollouts().generate([1, 2, 3], rollway.Sampling(max_tokens=4), n=2)
+                stack.refit(1, policies[1].path)
+            labels = f'stack="told",run="{find_run("told").name}"'
+            wanted = {
+                f"rollway_step{{{labels}}}": 1.0,
+                f'rollway_refits_total{{{labels},outcome="ok"}}': 1.0,
+                f"rollway_rollouts_total{{{labels}}}": 2.0,
+                f'rollway_weight_version{{{labels},worker="tiny-0"}}': 1.0,
+                f'rollway_workers{{{labels},state="ready"}}': 2.0,
+            }
+            wait_until(lambda: wanted.items() <= read_page(url).items(), every=0.2)
+        wait_until(lambda: not read_page(url))  # nobody records any more
+    finally:
+        page.stop()
+
+
+def read_page(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        lines = str(answer.read().decode()).splitlines()
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}

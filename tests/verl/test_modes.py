@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Footprint
+from rollway.observe.runs import list_runs
+from tests.conftest import Cli, Footprint
+from tests.steps import check_steps
 from tests.verl.modes import STEPS, agrees, run, summary
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -20,13 +22,16 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_engines_sample_from_the_trainers_policy(
-    tmp_path: Path, base_model: Path, footprint: Footprint, mode: str
+    tmp_path: Path, base_model: Path, footprint: Footprint, own_home: Path, cli: Cli, mode: str
 ) -> None:
     training = run(tmp_path, base_model, mode)
     assert training.returncode == 0, training.output[-6000:]
     assert len(training.steps) == STEPS, summary(training)
     assert all(agrees(step) for step in training.steps), summary(training)
     assert footprint.settle() == {}
+    if mode == "sync":  # the others generate and train at once
+        (record,) = list_runs(own_home / "runs")
+        check_steps(record, range(1, STEPS + 1), cli)
 
 
 def test_without_updates_the_same_metrics_fail(tmp_path: Path, base_model: Path) -> None:

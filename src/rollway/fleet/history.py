@@ -15,6 +15,7 @@ from rollway.fleet.report import RefitReport
 from rollway.fleet.updates import FromDisk, Offered, Update
 from rollway.observe import steps
 from rollway.observe.clock import follow_clock
+from rollway.observe.page import serve_if_asked
 from rollway.observe.record import Recorder
 from rollway.observe.tally import RolloutTally
 from rollway.versions import FleetVersions
@@ -33,6 +34,7 @@ class DriverHistory:
         self._workers: dict[str, list[dict[str, Any]]] = {}
         """The workers of each model as they were recorded last."""
         steps.register(self.recorder, self.tally)
+        serve_if_asked(directory.parent)
 
     def close(self) -> None:
         steps.unregister(self.recorder)

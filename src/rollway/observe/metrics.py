@@ -89,7 +89,7 @@ SCRAPED = (
     _of_workers("vllm:prompt_tokens_total", "counter", "Prompt tokens computed or found.",
                 "tokens", keeps_total=True),
     _of_workers("vllm:generation_tokens_total", "counter", "Tokens sampled.", "tokens",
-                keeps_total=True),
+                "vllm:generation_tokens", keeps_total=True),
     _of_workers("vllm:prefix_cache_queries_total", "counter",
                 "Prompt tokens looked up in the prefix cache. With prefill and decode apart, those "
                 "of the prefill workers count.", "tokens", "vllm:gpu_prefix_cache_queries_total",

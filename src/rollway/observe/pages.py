@@ -90,9 +90,26 @@ class Families:
         return scrape
 
     def _add_included(self, scrape: Scrape, name: str, value: float) -> None:
-        is_wanted = name.startswith(self._include) and not name.startswith(self._exclude)
-        if is_wanted and not name.endswith(("_bucket", "_created")):
-            scrape.values[name] = scrape.values.get(name, 0.0) + value
+        if name.startswith(self._include):
+            _add_value(scrape.values, name, value, self._exclude)
+
+
+def sum_series(page: str, include: Sequence[str], exclude: Sequence[str]) -> dict[str, float]:
+    """Return the series of a page whose names begin so, under their own names, each summed over its
+    labels. Buckets of histograms are left out."""
+    values: dict[str, float] = {}
+    beginnings, left_out = tuple(include), ("#", *exclude)
+    for line in page.splitlines():
+        if line.startswith(beginnings):
+            name, _, value = _split(line)
+            if value is not None:
+                _add_value(values, name, value, left_out)
+    return values
+
+
+def _add_value(values: dict[str, float], name: str, value: float, exclude: tuple[str, ...]) -> None:
+    if not name.startswith(exclude) and not name.endswith(("_bucket", "_created")):
+        values[name] = values.get(name, 0.0) + value
 
 
 def _split(line: str) -> tuple[str, str, float | None]:

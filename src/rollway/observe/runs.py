@@ -61,10 +61,11 @@ def _has_ended(run: Path, stack: str) -> bool:
     """Return whether a run is one of this stack, and nobody records it any more."""
     headers = list(read_headers(run))
     is_own = bool(headers) and all(header.get("stack") == stack for header in headers)
-    return is_own and not any(_is_alive(header, run) for header in headers)
+    return is_own and not any(is_alive(header, run) for header in headers)
 
 
-def _is_alive(header: Mapping[str, Any], run: Path) -> bool:
+def is_alive(header: Mapping[str, Any], run: Path) -> bool:
+    """Return whether the process that wrote a header still records."""
     if header.get("host") != socket.gethostname():
         return time.time() - get_last_write(run) < _FRESH_SECONDS
     pid, start = header.get("pid"), header.get("start")

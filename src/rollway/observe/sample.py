@@ -128,13 +128,7 @@ class Sampler:
         return values
 
     async def _read(self, http: Http, target: Target) -> str | None:
-        timeout = max(self._interval, SHORTEST_TIMEOUT)
-        try:
-            page = await http.get_bounded(target.url, timeout=timeout, limit=LARGEST_PAGE)
-        except RollwayError as error:
-            log.debug("no metrics of %s: %s", target.name, error.message)
-            return None
-        return page.decode(errors="replace")
+        return await read_page(http, target.url, max(self._interval, SHORTEST_TIMEOUT))
 
     def _add(
         self,
@@ -174,6 +168,16 @@ class Sampler:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             size = float(pages * os.sysconf("SC_PAGE_SIZE"))
             _put(values, "rollway_process_resident_bytes", key, size)
+
+
+async def read_page(http: Http, url: str, timeout: float) -> str | None:
+    """Return a page of metrics; None from a process that does not answer, or with too much."""
+    try:
+        page = await http.get_bounded(url, timeout=timeout, limit=LARGEST_PAGE)
+    except RollwayError as error:
+        log.debug("no metrics of %s: %s", url, error.message)
+        return None
+    return page.decode(errors="replace")
 
 
 def _put(values: Values, name: str, key: str, value: float) -> None:

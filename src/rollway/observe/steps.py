@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from rollway.observe import traces
@@ -60,7 +61,9 @@ class Step:
     def divide(self, seconds: float) -> dict[str, float]:
         """Return the parts of a step that took this long in all, none counted twice."""
         parts = dict(self._parts)
-        paused = parts.pop("paused", 0.0)
+        others = sum(value for name, value in parts.items() if name not in ("publish", "paused"))
+        # A worker that joins is paused while the trainer does something else: that time has a name.
+        paused = min(parts.pop("paused", 0.0), max(0.0, seconds - others))
         if "publish" in parts:
             parts["publish"] = max(0.0, parts["publish"] - paused)
         if parts:  # a trainer that names no part is not waiting all the time
@@ -144,8 +147,9 @@ def end_step(number: int, *, publish: float) -> None:
     each. A step lasts from one refit to the next.
 
     Time in which rollouts were under way counts as `generate`, other time as `train`. A trainer
-    that generates and trains at once seems to generate all the time. In a block of `step` nothing
-    is recorded: the block knows better.
+    that generates and trains at once seems to generate all the time. When the first step began is
+    not known, so the first call only begins one; so does a number that is not above the one before:
+    a trainer that begins again. In a block of `step` nothing is recorded: the block knows better.
 
     Args:
         number: the number of the step.
@@ -156,14 +160,15 @@ def end_step(number: int, *, publish: float) -> None:
     now = time.monotonic()
     for recorder, source in list(_recorders.items()):
         marks = source.marks
-        source.marks = _Marks(now, source.busy_seconds, _paused_seconds)
-        if marks is None:  # when the first step began is not known
+        source.marks = _Marks(number, now, source.busy_seconds, _paused_seconds)
+        if marks is None or number <= marks.number:
             continue
-        seconds, paused = now - marks.at, _paused_seconds - marks.paused
+        seconds = now - marks.at
+        publish = min(publish, seconds)
         step = Step(number)
-        step.add("publish", min(publish, seconds))
-        step.add("paused", min(paused, seconds))
-        step.add("generate", min(source.busy_seconds - marks.busy, max(0.0, seconds - publish)))
+        step.add("publish", publish)
+        step.add("paused", min(_paused_seconds - marks.paused, publish))
+        step.add("generate", min(source.busy_seconds - marks.busy, seconds - publish))
         parts = step.divide(seconds)
         parts["train"] = parts.pop("wait")
         recorder.write("trainer", step=number, seconds=seconds, parts=parts)
@@ -173,6 +178,7 @@ def end_step(number: int, *, publish: float) -> None:
 class _Marks:
     """What a clock and counters showed at the end of a step."""
 
+    number: int
     at: float
     busy: float
     paused: float
@@ -205,3 +211,8 @@ def register(recorder: Recorder, tally: RolloutTally | None = None) -> None:
 
 def unregister(recorder: Recorder) -> None:
     _recorders.pop(recorder, None)
+
+
+def list_directories() -> set[Path]:
+    """Return the directories of the records that this process writes."""
+    return {recorder.directory for recorder in list(_recorders)}

@@ -15,14 +15,14 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollway import processes
 from rollway.processes import ProcessId
-from rollway.stack import preset
+from rollway.stack import preset, remains
 from rollway.stack.locks import FIRST, LAST, Lease
 from rollway.stack.plan import SERVICE_PACKAGES
 from rollway.stack.preset import cache_dir, find_installed_version
@@ -58,7 +58,7 @@ def examine() -> list[Finding]:
     """Run all checks."""
     checks = (
         _check_python, check_packages, _check_programs, _check_gpus, _check_memory, _check_ports,
-        check_stacks, _check_directories,
+        check_stacks, check_remains, _check_directories,
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
@@ -137,8 +137,9 @@ def _check_memory() -> Iterator[Finding]:
     yield check_shared_memory()
 
 
-def check_shared_memory() -> Finding:
-    usage = shutil.disk_usage("/dev/shm")
+def check_shared_memory(root: Path = Path("/")) -> Finding:
+    """Judge /dev/shm, below the root directory of a process that may be in a container."""
+    usage = shutil.disk_usage(root / "dev/shm")
     text = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
     advice = "A worker needs 0.4 GiB of /dev/shm; in a container raise --shm-size."
     return _judge("shared memory", usage.free >= _GIB, text, advice)
@@ -163,6 +164,27 @@ def check_stacks() -> Iterator[Finding]:
     for name, reason in list_unreadable_stacks().items():
         text = f"the state of {name} is unreadable: {reason}"
         yield Finding("stack", "warning", text, f"Clear it: rollway down {name}")
+
+
+def check_remains() -> Iterator[Finding]:
+    """Find what dead runs have left that no `rollway down` clears."""
+    for run_id, orphans in remains.find_orphans().items():
+        pids = " ".join(str(process.pid) for process in orphans)
+        text = f"{len(orphans)} processes of run {run_id}, whose supervisor is gone: {pids}"
+        yield Finding("processes", "warning", text, f"End them: kill {pids}")
+    if files := remains.list_shared_memory():
+        size = f"{remains.count_bytes(files) / 1e6:,.1f} MB in shared memory"
+        text = f"{size} of processes that are gone: {_name(files)}"
+        yield Finding("shared memory", "warning", text, f"Remove it: rm -r {_name(files)}")
+    if directories := remains.list_run_dirs():
+        text = f"directories of runs that are gone: {_name(directories)}"
+        yield Finding("run directories", "warning", text, f"Remove: rm -r {_name(directories)}")
+
+
+def _name(paths: Sequence[Path]) -> str:
+    """Name paths, the first of many; Rollway chose their names, so a shell can take them."""
+    shown = " ".join(map(str, paths[:4]))
+    return shown if len(paths) <= 4 else f"{shown} and {len(paths) - 4} more"
 
 
 def _check_directories() -> Iterator[Finding]:

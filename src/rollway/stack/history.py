@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
-from rollway.config import StackSpec
+from rollway.config import StackSpec, is_loopback
 from rollway.observe.clock import Clock, follow_clock
 from rollway.observe.record import Recorder
 from rollway.observe.runs import prune_runs, remove_run
 from rollway.observe.sample import Sampler, Target
+from rollway.stack.commands import WILDCARDS
 from rollway.stack.state import ProcessState, StackState, find_record_dir
 
 _GAP_SECONDS = 1.0
@@ -124,7 +126,7 @@ def describe_worker(process: ProcessState) -> dict[str, Any]:
     return {
         "name": process.name,
         "instance": None if process.instance is None else str(process.instance),
-        "node": process.node,
+        "node": process.node or _find_node(process.admin_url),
         "role": process.worker_role,
         "state": process.state,
         "version": None,
@@ -132,3 +134,10 @@ def describe_worker(process: ProcessState) -> dict[str, Any]:
         "pid": process.pid,
         "model": process.model,
     }
+
+
+def _find_node(admin_url: str | None) -> str:
+    """Return the machine of a worker that others reach; a part of a stack on Ray has no other name
+    of its node."""
+    host = urlsplit(admin_url or "").hostname or ""
+    return "" if is_loopback(host) or host in WILDCARDS else host

@@ -222,7 +222,9 @@ def _clear_unreadable(directory: StackDir) -> None:
         raise make_not_running_error(directory.name)
     recorded, run_id = directory.read_remains()
     candidates = (NamedLock(directory.lock_name).find_holder(), recorded)
-    supervisors = {process for process in candidates if process and _is_supervisor(process)}
+    supervisors = {
+        process for process in candidates if process and processes.is_supervisor(process)
+    }
     _stop_supervisors(supervisors, directory, 20.0, None)
     if run_id is not None:
         memory = processes.end(functools.partial(processes.find_members, run_id), 0.5)
@@ -231,10 +233,6 @@ def _clear_unreadable(directory: StackDir) -> None:
             remove_run_dir(run_dir)
     remove_abandoned()
     directory.forget()
-
-
-def _is_supervisor(process: ProcessId) -> bool:
-    return process.alive and "rollway.stack.supervisor" in processes.read_command(process, 2000)
 
 
 def clear_leftovers(directory: StackDir) -> bool:

@@ -24,7 +24,7 @@ from rollway.config import StackSpec, is_loopback
 from rollway.model_spec import ModelSpec, RawArgs
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-_RDMA_DEVICES = Path("/sys/class/infiniband")
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 # --- the machine ---------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ def _count_gpus() -> int:
 
 def has_rdma() -> bool:
     """Return whether this machine has an RDMA device."""
-    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+    return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
 
 
 def find_interface(address: str) -> str | None:

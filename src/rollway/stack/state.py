@@ -197,11 +197,11 @@ def find_record_dir(state: StackState) -> Path | None:
     return home() / state.record_dir if state.record_dir else None
 
 
-def choose_attached_dir(frontend_url: str) -> Path:
+def choose_attached_dir(label: str) -> Path:
     """Return where a process records what it does with a stack that Rollway did not start; old
     runs with that stack are removed. The directory appears with the first entry."""
     runs = home() / "runs"
-    prune_runs(runs, frontend_url, KEPT_ATTACHED - 1)
+    prune_runs(runs, label, KEPT_ATTACHED - 1)
     return runs / f"attached-{secrets.token_hex(6)}"
 
 

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,10 +136,16 @@ def directory_of(offer: Offer, adapter: Adapter) -> Path:
 
 def remove_abandoned() -> None:
     """Remove the adapters of workers that have ended without removing them."""
+    for home in list_abandoned():
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def list_abandoned() -> Iterator[Path]:
+    """List the directories of workers that have ended without removing them."""
     for home in HOME.glob(f"{_PREFIX}*"):
         owners = list(home.glob(f"*{_OWNER}"))
         if owners and all(leftovers.is_abandoned(path.name, 0.0) for path in owners):
-            shutil.rmtree(home, ignore_errors=True)
+            yield home
 
 
 def create_adapter_home(place: str) -> Path:

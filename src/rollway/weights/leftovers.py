@@ -19,6 +19,9 @@ from rollway.processes import ProcessId, boot_id
 
 ABANDONED_SECONDS = 3600.0
 PARTIAL, TRASH = "partial", "trash"
+WEIGHTS, IPC = "rollway-weights-", "rollway-ipc-"
+IN_MEMORY = (WEIGHTS, IPC)
+"""How the names of files in shared memory begin; the mark of their writer follows."""
 _MARK = re.compile(r"(?P<place>[0-9a-f]{12})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})")
 
 

@@ -17,6 +17,8 @@ _PLURALS = {
     "DynamoGraphDeployment": "nvidia.com_dynamographdeployments",
     "RayJob": "ray.io_rayjobs",
     "RayCluster": "ray.io_rayclusters",
+    "PodMonitor": "monitoring.coreos.com_podmonitors",
+    "PrometheusRule": "monitoring.coreos.com_prometheusrules",
 }
 
 

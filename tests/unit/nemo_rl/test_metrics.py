@@ -14,6 +14,7 @@ from rollway.fleet.discovery import Worker
 from rollway.integrations.nemo_rl import metrics as module
 from rollway.integrations.nemo_rl.connection import Connection
 from rollway.integrations.nemo_rl.metrics import (
+    ALIASES,
     CURATED,
     EXCLUDED,
     LISTING_SECONDS,
@@ -63,7 +64,7 @@ class Stack:
         self.portal = Portal()
         self.fleet = Fleet()
         self.page = PAGE
-        self.hangs = False
+        self.hangs = self.raves = False
         self.port = self.portal.run(self._listen())
 
     async def _listen(self) -> int:
@@ -77,6 +78,8 @@ class Stack:
     async def _answer(self, request: web.Request) -> web.Response:
         if self.hangs and request.match_info["worker"] == "0":
             await asyncio.Event().wait()
+        if self.raves and request.match_info["worker"] == "0":
+            return web.Response(body=b"\xff\x00" + b"vllm:num_requests_running 9\n" * 400_000)
         return web.Response(text=self.page)
 
     def list_workers(self, *numbers: int) -> None:
@@ -128,6 +131,22 @@ def test_series_are_summed_over_their_labels() -> None:
     }
 
 
+def test_the_sources_of_nemo_rls_names_are_those_of_the_table() -> None:
+    assert ALIASES == {
+        "inflight_batch_sizes": (
+            "dynamo_component_inflight_requests",
+            "vllm_num_requests_running",
+        ),
+        "num_pending_samples": ("dynamo_work_handler_queue_depth", "vllm_num_requests_waiting"),
+        "kv_cache_usage_perc": (
+            "dynamo_component_gpu_cache_usage_percent",
+            "vllm_kv_cache_usage_perc",
+            "vllm_gpu_cache_usage_perc",
+        ),
+        "generation_tokens": ("vllm_generation_tokens_total", "vllm_generation_tokens"),
+    }
+
+
 def test_nemo_rls_names_are_always_there(stack: Stack) -> None:
     sampler = stack.open()
     assert sampler.read() == {name: {} for name in ALWAYS}
@@ -168,6 +187,27 @@ def test_a_silent_worker_and_a_failed_listing_delay_nobody(stack: Stack) -> None
     before = count(sampler, 1)
     wait_until(lambda: count(sampler, 1) > before + 3)
     assert count(sampler, 0) == 0
+    sampler.close()
+
+
+def test_a_page_without_end_is_a_gap(stack: Stack) -> None:
+    stack.raves = True
+    stack.list_workers(0, 1)
+    sampler = stack.open()
+    wait_until(lambda: count(sampler, 1) > 3)
+    assert count(sampler, 0) == 0
+    stack.raves = False
+    wait_until(lambda: count(sampler, 0))
+    sampler.close()
+
+
+def test_what_nobody_clears_is_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_SAMPLES", 5)
+    stack.list_workers(0)
+    sampler = stack.open()
+    wait_until(lambda: count(sampler, 0) == 5)
+    stack.page = "vllm:num_requests_running 77\n"
+    wait_until(lambda: sampler.read()["inflight_batch_sizes"][0] == [77.0] * 5)  # the newest
     sampler.close()
 
 

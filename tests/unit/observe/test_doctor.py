@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
 from aiohttp import web
 
 from rollway.fleet.discovery import StaticList, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.observe.doctor.network import find_ways, measure_offset
-from rollway.observe.doctor.subject import Pool
+from rollway.observe.doctor import network
+from rollway.observe.doctor.network import Way, check_rdma, find_ways, measure_offset
+from rollway.observe.doctor.subject import Pool, Subject
 from rollway.observe.doctor.upkeep import count_files, read_last_samples
 from rollway.observe.record import Recorder
+from rollway.stack import preset
+from rollway.stack.doctor import Finding
 
 
 def test_a_record_is_read_from_its_end_also_if_the_last_line_is_torn(tmp_path: Path) -> None:
@@ -87,3 +93,73 @@ def test_the_transports_of_a_peer_are_read_from_ucxs_own_lines() -> None:
 
 def test_nothing_is_said_about_lines_that_ucx_did_not_write() -> None:
     assert find_ways(["INFO rma(tcp/lo)", "", "UCX INFO rma("]) == []
+
+
+# --- RDMA: no machine of the tests has a device, so these trees stand in for /sys and /dev --------
+
+
+@pytest.fixture
+def fake_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two ports of one device, the second one up, and its device file."""
+    ports, files = tmp_path / "infiniband/mlx5_0/ports", tmp_path / "dev"
+    for number, state in (("1", "1: DOWN"), ("2", "4: ACTIVE")):
+        (ports / number).mkdir(parents=True)
+        (ports / number / "state").write_text(f"{state}\n")
+        (ports / number / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    files.mkdir()
+    (files / "uverbs0").touch()
+    monkeypatch.setattr(preset, "RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(network, "RDMA_FILES", files)
+    monkeypatch.setattr(network, "read_lock_limit", lambda pid: None)
+    return ports
+
+
+async def examine_rdma(*, is_split: bool = True) -> list[Finding]:
+    process = SimpleNamespace(role="worker", pid=1)
+    subject = SimpleNamespace(
+        is_here=True,
+        state=SimpleNamespace(processes=[process]),
+        pools=[SimpleNamespace(is_split=is_split)],
+    )
+    return [finding async for finding in check_rdma(cast(Subject, subject))]
+
+
+async def test_a_device_that_works_is_named_and_a_machine_without_one_says_nothing(
+    fake_rdma: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (finding,) = await examine_rdma()
+    assert (finding.level, finding.found) == ("ok", "mlx5_0:2 400 Gb/sec (4X NDR)")
+    monkeypatch.setattr(preset, "RDMA_DEVICES", fake_rdma / "nowhere")
+    assert await examine_rdma() == []
+
+
+async def test_what_keeps_workers_from_rdma_is_found_one_line_each(
+    fake_rdma: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "read_lock_limit", lambda pid: 64 << 10)
+    (finding,) = await examine_rdma()
+    assert finding.level == "warning" and "ulimit -l" in finding.advice
+    monkeypatch.setattr(network, "RDMA_FILES", fake_rdma / "nowhere")
+    (finding,) = await examine_rdma()
+    assert finding.level == "warning" and "--device /dev/infiniband" in finding.advice
+    (fake_rdma / "2/state").write_text("2: INIT\n")
+    (finding,) = await examine_rdma()
+    assert finding.level == "warning" and finding.found == "mlx5_0:1 1: DOWN, mlx5_0:2 2: INIT"
+    (finding,) = await examine_rdma(is_split=False)
+    assert finding.level == "note"  # such a stack sends no KV
+
+
+def test_tcp_between_machines_is_slow_only_where_rdma_is_up(fake_rdma: Path) -> None:
+    """As UCX logs its choice: TCP, or the device beside a TCP lane to keep it alive."""
+    (tcp,) = find_ways(["[1] UCX  INFO  ucp inter-node cfg#2 rma_am(tcp/eth0)  ka(tcp/eth0)"])
+    (rdma,) = find_ways(["[1] UCX  INFO  ucp inter-node cfg#2 rma(rc_mlx5/mlx5_0:2) ka(tcp/eth0)"])
+    assert tcp == Way("inter", ("tcp/eth0",)) and rdma == Way("inter", ("rc_mlx5/mlx5_0:2",))
+    assert tcp.is_slow and not rdma.is_slow
+    (fake_rdma / "2/state").write_text("1: DOWN\n")
+    assert not tcp.is_slow
+
+
+def test_how_much_a_process_may_lock_is_read() -> None:
+    limit = network.read_lock_limit(os.getpid())
+    assert limit is None or limit >= 0
+    assert network.read_lock_limit(None) is None

@@ -14,14 +14,16 @@ from rollway.http import Http
 from rollway.observe.dash.access import Access
 from rollway.observe.dash.source import Source
 from rollway.observe.export.expressions import list_families, list_unknown_names
-from rollway.observe.export.following import Follower, keep_newest_versions, serve
+from rollway.observe.export.following import Follower, serve
 from rollway.observe.export.grafana import list_expressions, make_dashboard
 from rollway.observe.export.podmonitors import make_podmonitors, make_rule_object
 from rollway.observe.export.prometheus import make_config, write_token
 from rollway.observe.export.rules import make_rules, parse_bounds
+from rollway.observe.sinks.prometheus import keep_newest_versions
 from rollway.stack.state import ProcessState, StackState
 from rollway.stack.targets import Group, list_groups, write_groups
 from tests.conftest import Cli
+from tests.unit.kubernetes.schemas import list_faults
 
 ROOT = Path(__file__).parents[3]
 
@@ -141,12 +143,27 @@ def test_the_manifests_of_the_repository_are_the_exported_ones() -> None:
 
 
 def test_a_graph_can_be_named() -> None:
-    frontends, workers = make_podmonitors("policy")
+    frontends, workers, trainers = make_podmonitors("policy")
     for monitor in (frontends, workers):
         labels = monitor["spec"]["selector"]["matchLabels"]
         assert labels["nvidia.com/dynamo-graph-deployment-name"] == "policy"
         assert monitor["metadata"]["name"].endswith("-policy")
+    # A trainer's pods have no graph: its page names the stack of every series.
+    assert trainers["metadata"]["name"] == "rollway-trainers-policy"
+    (endpoint,) = trainers["spec"]["podMetricsEndpoints"]
+    (keep,) = endpoint["metricRelabelings"]
+    assert (keep["sourceLabels"], keep["regex"], keep["action"]) == (["stack"], "policy", "keep")
     assert make_rule_object(make_rules())["spec"]["groups"]
+
+
+@pytest.mark.parametrize("graph", [None, "policy"])
+def test_the_objects_of_prometheus_operator_are_what_its_crds_say(graph: str | None) -> None:
+    objects = [*make_podmonitors(graph), make_rule_object(make_rules())]
+    assert {each["kind"] for each in objects} == {"PodMonitor", "PrometheusRule"}
+    assert [fault for each in objects for fault in list_faults(each)] == []
+    wrong = make_podmonitors(graph)[0]
+    wrong["spec"]["podMetricsEndpoints"][0]["interval"] = "often"
+    assert list_faults(wrong)  # the check can fail
 
 
 def test_the_command_writes_each_kind_and_refuses_what_cannot_be(cli: Cli, tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ def test_parts_of_a_step_are_counted_once() -> None:
         "generate": 2.0, "train": 3.0, "publish": 3.0, "wait": 3.0, "paused": 1.0
     }  # fmt: skip
     assert Step(1).divide(5.0) == {"paused": 0.0}  # no part was named, which is no wait
+    joined = Step(2)  # a worker joined, and its refit paused it while the others generated
+    for name, seconds in (("generate", 8.0), ("publish", 1.0), ("paused", 3.0)):
+        joined.add(name, seconds)
+    assert joined.divide(9.0) == {"generate": 8.0, "publish": 0.0, "wait": 0.0, "paused": 1.0}
 
 
 def test_a_step_is_recorded_also_if_it_fails_and_nothing_without_a_stack(tmp_path: Path) -> None:
@@ -127,3 +131,26 @@ async def test_steps_are_known_by_refits_alone(
     assert first["step"] == 2 and first["seconds"] == 9.0
     assert first["parts"] == {"publish": 1.5, "generate": 3.0, "train": 4.0, "paused": 0.5}
     assert second["step"] == 3 and second["parts"] == {"paused": 0.0}
+
+
+def test_a_trainer_that_begins_again_has_no_step_between_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that joined between the first two refits was paused for 5 s, and the trainer was
+    not."""
+    clock = [100.0]
+    monkeypatch.setattr(steps.time, "monotonic", lambda: clock[0])
+    recorder = Recorder(tmp_path, "driver")
+    steps.register(recorder)
+    try:
+        for number, clock[0] in ((0, 110.0), (1, 120.0), (0, 200.0), (1, 203.0)):
+            steps.note_paused(5.0)
+            end_step(number, publish=4.0)
+    finally:
+        steps.unregister(recorder)
+    recorder.close()
+    first, second = read(tmp_path, "trainer")
+    assert (first["step"], first["seconds"]) == (1, 10.0)
+    assert first["parts"] == {"publish": 0.0, "generate": 0.0, "train": 6.0, "paused": 4.0}
+    assert (second["step"], second["seconds"]) == (1, 3.0)
+    assert second["parts"] == {"publish": 0.0, "generate": 0.0, "train": 0.0, "paused": 3.0}

@@ -76,8 +76,8 @@ class FakeHttp:
         self.asked: list[str] = []
         self.silent = ""
 
-    async def get_text(self, url: str, *, timeout: float) -> str:
+    async def get_bounded(self, url: str, *, timeout: float, limit: int) -> bytes:
         self.asked.append(url)
         if self.silent and url.startswith(self.silent):
             raise Unreachable("it hangs")
-        return PAGE
+        return PAGE.encode()

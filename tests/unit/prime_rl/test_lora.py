@@ -17,6 +17,9 @@ from rollway.gateway.replies import Refused
 from rollway.integrations.prime_rl.directories import BroadcastRules
 from rollway.integrations.prime_rl.lora import AdapterAliases
 from rollway.integrations.prime_rl.memory import Memory
+from rollway.observe import steps
+from rollway.observe.read import Run
+from rollway.observe.record import Recorder
 from rollway.publishing import AsyncPublisher
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -136,3 +139,21 @@ async def test_a_successor_knows_the_alias_and_what_is_loaded(tmp_path: Path) ->
     assert second.find("policy") is None and fleet.unloaded[1:] == ["policy@2", "policy@3"]
     with pytest.raises(Refused, match="no adapter"):
         await second.unload("policy")
+
+
+async def test_broadcasts_of_one_adapter_are_the_trainers_steps(tmp_path: Path) -> None:
+    """Two adapters have steps of their own, which would be counted as one trainer's."""
+    recorder = Recorder(tmp_path / "run", "driver")
+    aliases = make(FakeFleet(), tmp_path, FakePublisher())
+    steps.register(recorder)
+    try:
+        for step in (1, 2, 3):
+            await aliases.load("run", write_adapter(tmp_path, step))
+        await aliases.load("other", write_adapter(tmp_path, 4))
+        await aliases.load("run", write_adapter(tmp_path, 5))
+    finally:
+        steps.unregister(recorder)
+        recorder.close()
+    entries = [entry for entry in Run(tmp_path / "run").read() if entry["kind"] == "trainer"]
+    assert [entry["step"] for entry in entries] == [2, 3]
+    assert all(entry["parts"]["publish"] > 0 for entry in entries)

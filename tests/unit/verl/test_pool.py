@@ -24,6 +24,9 @@ from rollway.integrations.verl import requests as requests_module
 from rollway.integrations.verl.nodes import make_placement
 from rollway.integrations.verl.pool import Pool
 from rollway.integrations.verl.requests import Gate, read_log
+from rollway.observe import steps
+from rollway.observe.read import Run
+from rollway.observe.record import Recorder
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.teacher import Scores
 from rollway.rollout.trajectory import Rollout, Span
@@ -588,6 +591,25 @@ async def test_tokens_carry_the_step_of_the_adapter_they_were_sampled_with(
     ]
     assert (await request(pool)).extra_fields["global_steps"] == 1
     assert engines.adapter == "policy@3" and engines.version == 1
+
+
+async def test_refits_and_adapters_are_the_trainers_steps(
+    pool: Pool, engines: Engines, tmp_path: Path
+) -> None:
+    """The base and its first adapter come before the first step, with its number less one."""
+    engines.finish.set()
+    recorder = Recorder(tmp_path / "run", "driver")
+    steps.register(recorder)
+    try:
+        await pool.refit(make_offer(1), 0)
+        for version, step in ((2, 0), (3, 1), (4, 2)):
+            await pool.load_adapter(make_offer(version), {"r": 8}, step)
+        await pool.refit(make_offer(5), 3)
+    finally:
+        steps.unregister(recorder)
+        recorder.close()
+    entries = [entry for entry in Run(tmp_path / "run").read() if entry["kind"] == "trainer"]
+    assert [entry["step"] for entry in entries] == [1, 2, 3]
 
 
 async def test_a_teacher_returns_a_row_for_each_prompt_token(pool: Pool) -> None:

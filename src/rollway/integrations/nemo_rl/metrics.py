@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,9 @@ from rollway.errors import RollwayError
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
 from rollway.integrations.nemo_rl.connection import Connection
+from rollway.observe.metrics import TRAINER_NAMES, find_metric
+from rollway.observe.pages import sum_series
+from rollway.observe.sample import read_page
 
 log = logging.getLogger(__name__)
 
@@ -47,20 +50,27 @@ CURATED = (
 )
 """The series that are logged unless the recipe names others."""
 EXCLUDED = ("python_", "process_")
-# NeMo-RL's own names, which its reports assume: the first source that the workers have.
-ALIASES = {
-    "inflight_batch_sizes": ("dynamo_component_inflight_requests", "vllm_num_requests_running"),
-    "num_pending_samples": ("dynamo_work_handler_queue_depth", "vllm_num_requests_waiting"),
-    "kv_cache_usage_perc": (
-        "dynamo_component_gpu_cache_usage_percent",
-        "vllm_kv_cache_usage_perc",
-        "vllm_gpu_cache_usage_perc",
-    ),
-    "generation_tokens": ("vllm_generation_tokens_total", "vllm_generation_tokens"),
-}
-_NOT_PLOTTED = ("_bucket", "_created")
+MOST_SAMPLES = 50_000
+"""Of one series of one worker; NeMo-RL clears them at every step."""
+
+
+def _list_sources(name: str) -> tuple[str, ...]:
+    """List the series that NeMo-RL's name may come from: Dynamo's own first, then the engine's."""
+    metric = find_metric(TRAINER_NAMES[name])
+    assert metric is not None
+    names = sorted((metric.name, *metric.aliases), key=lambda n: not n.startswith("dynamo_"))
+    return tuple(map(_rename, names))
+
+
+def _rename(series: str) -> str:
+    return series.replace(":", "_")
+
+
+ALIASES = {name: _list_sources(name) for name in TRAINER_NAMES}
+"""The names that NeMo-RL's reports assume; the first source that the workers have counts."""
 
 Samples = dict[str, dict[int, list[float]]]
+Series = dict[str, dict[int, deque[float]]]
 
 
 class Sampler:
@@ -77,7 +87,7 @@ class Sampler:
         self._include = CURATED if include is None else tuple(include) or ("",)
         self._exclude = EXCLUDED if exclude is None else tuple(exclude)
         self._lock = threading.Lock()  # trainers read from threads of their own
-        self._samples: Samples = {}
+        self._samples: Series = {}
         self._refits: list[dict[str, float]] = []
         self._refits_read = 0
         self._numbers: dict[int, int] = {}
@@ -151,35 +161,19 @@ class Sampler:
     async def _sample(self, http: Http, url: str, number: int) -> None:
         await asyncio.sleep(min(FIRST_WAIT_SECONDS, self._interval))
         while True:
-            with suppress(RollwayError):  # it is starting, busy or dead; the listing tells
-                page = await http.get_text(url, timeout=self._interval + PATIENCE_SECONDS)
-                values = parse_page(page, self._include, self._exclude)
-                with self._lock:
-                    for name, value in values.items():
-                        self._samples.setdefault(name, {}).setdefault(number, []).append(value)
+            # None while it is starting, busy or dead; the listing tells when it is gone.
+            page = await read_page(http, url, self._interval + PATIENCE_SECONDS)
+            if page is not None:
+                self._add(number, parse_page(page, self._include, self._exclude))
             await asyncio.sleep(self._interval)
+
+    def _add(self, number: int, values: Mapping[str, float]) -> None:
+        with self._lock:
+            for name, value in values.items():
+                workers = self._samples.setdefault(name, {})
+                workers.setdefault(number, deque(maxlen=MOST_SAMPLES)).append(value)
 
 
 def parse_page(page: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, float]:
-    """Return the series of a Prometheus page, each the sum over its labels."""
-    values: dict[str, float] = {}
-    for name, value in _read_lines(page, include, exclude):
-        values[name] = values.get(name, 0.0) + value
-    return values
-
-
-def _read_lines(
-    page: str, include: tuple[str, ...], exclude: tuple[str, ...]
-) -> Iterator[tuple[str, float]]:
-    for line in page.splitlines():
-        # Most lines are none of ours; this costs the least for them.
-        if not line.startswith(include) or line.startswith(("#", *exclude)):
-            continue
-        head, _, rest = line.rpartition("}") if "{" in line else line.partition(" ")
-        name = head.partition("{")[0]
-        if name.endswith(_NOT_PLOTTED):
-            continue
-        with suppress(ValueError, IndexError):
-            value = float(rest.split()[0])  # a timestamp may follow
-            if math.isfinite(value):
-                yield name.replace(":", "_"), value
+    """Return the series of a Prometheus page under NeMo-RL's names."""
+    return {_rename(name): value for name, value in sum_series(page, include, exclude).items()}

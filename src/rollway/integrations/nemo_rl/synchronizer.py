@@ -73,7 +73,7 @@ class Synchronizer:
             self._seconds = self._sync.mx_config.timeout_seconds
         self._get = get
         self._deadline: float | None = None
-        self._last = 0
+        self._last = self._steps = 0
         self._is_stale = True
         self._is_open = False
         self._wire = StockWire(self._call)
@@ -142,7 +142,9 @@ class Synchronizer:
         self._is_stale = False
         self.report = report
         seconds = time.monotonic() - began
-        end_step(report.version, publish=seconds)  # NeMo-RL does not tell its own number
+        # NeMo-RL does not tell its number: it refits once before its first step, then after each.
+        end_step(self._steps, publish=seconds)
+        self._steps += 1
         figures = describe_refit(report, nbytes, seconds)
         self._generation.note_refit(figures)
         return figures

@@ -17,6 +17,7 @@ from rollway.errors import RollwayError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
+from rollway.observe.sample import read_page
 
 SCRAPE_SECONDS = 2.0
 """The limit for one worker: prime-rl gives the whole page 5 s."""
@@ -64,10 +65,7 @@ class EngineMetrics:
             self._ended = time.monotonic()
 
     async def _read_worker(self, worker: Worker) -> str:
-        try:
-            return await self.http.get_text(f"{worker.admin_url}/metrics", timeout=SCRAPE_SECONDS)
-        except RollwayError:
-            return ""
+        return await read_page(self.http, f"{worker.admin_url}/metrics", SCRAPE_SECONDS) or ""
 
     def _get_label(self, worker: Worker) -> str:
         """Return the number of a worker, by its address: prime-rl adds up the cache of every engine

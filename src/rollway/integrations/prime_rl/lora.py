@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from rollway.integrations.prime_rl.directories import (
     read_step,
 )
 from rollway.integrations.prime_rl.memory import LoadedAdapter, Memory
+from rollway.observe import end_step
 from rollway.publishing import AsyncPublisher
 from rollway.weights.adapter import check_config, served_name
 
@@ -73,6 +75,7 @@ class AdapterAliases:
             number = self._choose_number(known, path)
             served_name(name, number)  # refuses a name that an engine cannot have
             own = set(self.fleet.adapters.loaded)  # the fleet unloads these itself
+            began = time.monotonic()
             try:
                 served = await self._load(name, number, path, config)
             except (UsageError, WeightsError):
@@ -84,6 +87,8 @@ class AdapterAliases:
             older = [] if known is None else [*known.older, known.number]
             self.memory.record.adapters[name] = LoadedAdapter(number, str(path), older[1 - KEEP :])
             self.memory.save()
+            if len(self.memory.record.adapters) == 1:  # of several, each has steps of its own
+                end_step(number, publish=time.monotonic() - began)
             dropped = {served_name(name, number) for number in older[: 1 - KEEP]}
             await self._unload_forgotten(dropped - own)
         return served

@@ -140,12 +140,13 @@ class PoolWeights:
         async with self.control:
             if not await self._is_current(offer):
                 return UpdateReply(self._info(), accepted=False)
-            version = self.versions.add(step)
+            version, began = self.versions.add(step), time.monotonic()
             await self.stack.wake()  # unlike a refit, an adapter needs an engine that is awake
             name = await self.stack.fleet.load_adapter(
                 ADAPTER, version, offer, config, keep=ADAPTERS_KEPT
             )
             use(name)
+            end_step(version if step is None else step, publish=time.monotonic() - began)
             return UpdateReply(self._info())
 
     async def _is_current(self, offer: Offer) -> bool:

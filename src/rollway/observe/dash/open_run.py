@@ -85,7 +85,7 @@ def open_stack(name: str) -> Source:
         )
     source = _make_source(name, Run(directory))
     source.log_dir = Path(state.log_dir)
-    source.journal = home() / "gateway" / f"{name}.jsonl"  # where `rollway gateway` puts it
+    source.journal = home() / "gateway" / f"{state.name}.jsonl"  # where `rollway gateway` puts it
     if state.ray_namespace:
         source.get_phase = lambda: "live"  # its record says when it ends
     else:
@@ -113,17 +113,17 @@ def find_state(name: str) -> StackState | None:
     """Return the state of a stack by its name, or by NAMESPACE/NAME on a Ray cluster; None if there
     is none."""
     state = None if "/" in name else StackDir(name).read()
-    return state or _find_on_ray(name)
+    if state is None and launcher.may_reach_cluster():
+        with contextlib.suppress(RollwayError):
+            state = find_on_ray(name)
+    return state
 
 
-def _find_on_ray(name: str) -> StackState | None:
-    if not launcher.may_reach_cluster():
-        return None
-    with contextlib.suppress(RollwayError):
-        for state in launcher.list_stacks():
-            if name in (state.name, f"{state.ray_namespace}/{state.name}"):
-                return state
-    return None
+def find_on_ray(name: str) -> StackState | None:
+    """Return the state of a stack of the Ray cluster; None if there is none. Raise if the cluster
+    does not answer."""
+    names = {f"{s.ray_namespace}/{s.name}": s for s in launcher.list_stacks()}
+    return names.get(name) or next((s for s in names.values() if s.name == name), None)
 
 
 def get_phase(name: str, started: StackState) -> Phase:

@@ -38,6 +38,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("admin ports", network.check_admin_ports),
     ("listeners", network.check_listeners),
     ("clocks", network.check_clocks),
+    ("RDMA", network.check_rdma),
     ("KV transfer", network.check_transfer),
     ("file limits", upkeep.check_file_limits),
     ("disk", upkeep.check_disk),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -15,10 +16,9 @@ import aiohttp
 
 from rollway.fleet.discovery import Worker
 from rollway.observe.doctor.subject import Subject, sum_values
-from rollway.stack import logs
+from rollway.stack import logs, preset
 from rollway.stack.commands import WILDCARDS
 from rollway.stack.doctor import Finding, Level, Listener, list_listeners
-from rollway.stack.preset import has_rdma
 from rollway.stack.state import ProcessState, is_at
 
 CLOCK_SECONDS, WORST_CLOCK_SECONDS = 3.0, 60.0
@@ -30,6 +30,8 @@ _CHOICE = re.compile(r"UCX\s+INFO\s+\S+\s+(intra|inter)-node cfg#\d+\s+(.*)")
 """What UCX logs about an endpoint: `… intra-node cfg#1 am(tcp/lo cma/memory)  ka(tcp/lo)`."""
 _LANE = re.compile(r"(\w+)\(([^)]*)\)")
 _KEEP_ALIVE = "ka"
+RDMA_FILES = Path("/dev/infiniband")
+_LEAST_LOCKED = 1 << 30
 
 
 # --- ports ---------------------------------------------------------------------------------------
@@ -130,6 +132,74 @@ async def measure_offset(url: str) -> float | None:
         return None
 
 
+# --- RDMA ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One port of an RDMA device, as the kernel describes it."""
+
+    name: str
+    state: str
+    rate: str
+
+    @property
+    def is_active(self) -> bool:
+        return "ACTIVE" in self.state
+
+
+def list_ports() -> list[Port]:
+    """List the ports of all RDMA devices of this machine."""
+    ports = []
+    for path in sorted(preset.RDMA_DEVICES.glob("*/ports/*")):
+        name = f"{path.parent.parent.name}:{path.name}"
+        ports.append(Port(name, _read(path / "state"), _read(path / "rate")))
+    return ports
+
+
+async def check_rdma(subject: Subject) -> AsyncIterator[Finding]:
+    """Where there are RDMA devices, workers can use one: a port is up, its device file is there,
+    and they may lock memory. Without a device there is nothing to say."""
+    ports = list_ports() if subject.is_here and subject.state is not None else []
+    if not ports or subject.state is None:
+        return
+    # A stack whose prefill and decode are together may do without.
+    level: Level = "warning" if any(pool.is_split for pool in subject.pools) else "note"
+    active = [port for port in ports if port.is_active]
+    pids = [process.pid for process in subject.state.processes if process.role == "worker"]
+    locked = [limit for pid in pids if (limit := read_lock_limit(pid)) is not None]
+    devices = list(RDMA_FILES.glob("uverbs*"))
+    if not active:
+        text = ", ".join(f"{port.name} {port.state}" for port in ports[:4])
+        advice = "No port is up: look at the cable, and at `ibstat` or `rdma link`."
+        yield Finding("RDMA", level, text, advice)
+    elif not any(os.access(path, os.R_OK | os.W_OK) for path in devices):
+        text = f"{active[0].name} is up, and {RDMA_FILES} has no device for this user"
+        advice = "Give the container its devices: --device /dev/infiniband, or the device plugin."
+        yield Finding("RDMA", level, text, advice)
+    elif locked and min(locked) < _LEAST_LOCKED:
+        text = f"a worker may lock {min(locked) / 1e6:,.1f} MB of memory"
+        advice = "RDMA locks what it sends: ulimit -l unlimited, or LimitMEMLOCK of the service."
+        yield Finding("RDMA", level, text, advice)
+    else:
+        text = ", ".join(f"{port.name} {port.rate}" for port in active[:4])
+        yield Finding("RDMA", "ok", text)
+
+
+def read_lock_limit(pid: int | None) -> int | None:
+    """Return how many bytes a process may lock; None if that is unknown or endless."""
+    lines = _read(Path(f"/proc/{pid}/limits")).splitlines()
+    words = next((line.split() for line in lines if line.startswith("Max locked memory")), [])
+    return int(words[3]) if len(words) > 3 and words[3].isdecimal() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
 # --- transfers of KV -----------------------------------------------------------------------------
 
 
@@ -169,7 +239,7 @@ class Way:
     def is_slow(self) -> bool:
         """Whether it is TCP alone, where there is something faster."""
         is_tcp = all(name.startswith("tcp") for name in self.transports)
-        return is_tcp and (self.place == "intra" or has_rdma())
+        return is_tcp and (self.place == "intra" or any(port.is_active for port in list_ports()))
 
 
 def find_ways(lines: Iterable[str]) -> list[Way]:

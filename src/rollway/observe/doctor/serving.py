@@ -20,6 +20,9 @@ MOST_WORKERS = 8
 _FOLLOWED = 6
 """How many prompts are sent twice. A router that knows nothing hits all of two workers' by chance
 once in 64 times, of three workers' once in 729."""
+_LOGPROB_PROMPTS = 3
+"""How many prompts are tried: a model may be too sure of its tokens to tell, or choose another one
+at a temperature that is not quite 0."""
 _EVENT_SECONDS = 1.5
 """Events take milliseconds; a busy machine may need more."""
 _UNUSED_VERSION = 10**9
@@ -251,24 +254,9 @@ async def check_logprobs(subject: Subject) -> AsyncIterator[Finding]:
     for pool in subject.pools:
         if not _can_generate(pool):
             continue
-        prompt = subject.make_prompt(pool)
-        greedy, cold = [
-            await subject.ask(
-                pool,
-                prompt,
-                Sampling(max_tokens=4, temperature=temperature, seed=1),
-                cache_salt=subject.make_salt(pool),
-            )
-            for temperature in (0.0, 0.01)
-        ]
-        pairs = [
-            (a, b)
-            for a, b, first, second in zip(
-                greedy.logprobs or (), cold.logprobs or (), greedy.token_ids, cold.token_ids,
-                strict=False,
-            )
-            if first == second and a < _SURE
-        ]  # fmt: skip
+        pairs: list[tuple[float, float]] = []
+        for _ in range(_LOGPROB_PROMPTS):
+            pairs = pairs or await _compare_temperatures(subject, pool)
         if not pairs:
             text = f"{pool.model}: the model is too sure of its tokens to tell"
             yield Finding("log-probs", "note", text)
@@ -281,6 +269,28 @@ async def check_logprobs(subject: Subject) -> AsyncIterator[Finding]:
             yield Finding("log-probs", "error", text, advice)
         else:
             yield Finding("log-probs", "ok", f"{pool.model}: of the sampled distribution")
+
+
+async def _compare_temperatures(subject: Subject, pool: Pool) -> list[tuple[float, float]]:
+    """Return the log-probs of the same tokens, greedy and nearly so, unless the model is sure."""
+    prompt = subject.make_prompt(pool)
+    greedy, cold = [
+        await subject.ask(
+            pool,
+            prompt,
+            Sampling(max_tokens=4, temperature=temperature, seed=1),
+            cache_salt=subject.make_salt(pool),
+        )
+        for temperature in (0.0, 0.01)
+    ]
+    return [
+        (a, b)
+        for a, b, first, second in zip(
+            greedy.logprobs or (), cold.logprobs or (), greedy.token_ids, cold.token_ids,
+            strict=False,
+        )
+        if first == second and a < _SURE
+    ]  # fmt: skip
 
 
 async def check_generation_config(subject: Subject) -> AsyncIterator[Finding]:

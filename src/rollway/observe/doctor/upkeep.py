@@ -78,16 +78,29 @@ async def check_disk(subject: Subject) -> AsyncIterator[Finding]:
 
 
 async def check_shared_memory(subject: Subject) -> AsyncIterator[Finding]:
-    """There is room for weights and for the engines in /dev/shm."""
-    if subject.is_here:
-        yield doctor.check_shared_memory()
+    """There is room for weights and for the engines in /dev/shm, as their processes see it."""
+    if not subject.is_here or subject.state is None:
+        return
+    pids = [process.pid for process in subject.state.processes if process.role == "worker"]
+    # Workers in containers have a /dev/shm of their own; whose cannot be seen counts as this one.
+    roots = [root for pid in pids if _has_memory(root := _PROC / str(pid) / "root")]
+    findings = [doctor.check_shared_memory(root) for root in roots or [Path("/")]]
+    yield min(findings, key=lambda finding: finding.level == "ok")
+
+
+def _has_memory(root: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return (root / "dev/shm").is_dir()
+    return False
 
 
 async def check_leftovers(subject: Subject) -> AsyncIterator[Finding]:
-    """No stack of this user was left behind by a dead supervisor."""
+    """No stack of this user was left behind by a dead supervisor, nor anything else of a dead
+    run."""
     if not subject.is_here:
         return
-    problems = [finding for finding in doctor.check_stacks() if finding.level != "ok"]
+    findings = (*doctor.check_stacks(), *doctor.check_remains())
+    problems = [finding for finding in findings if finding.level != "ok"]
     for finding in problems:
         yield Finding("leftovers", finding.level, finding.found, finding.advice)
     if not problems:
@@ -109,7 +122,11 @@ async def check_packages(subject: Subject) -> AsyncIterator[Finding]:
 async def check_record(subject: Subject) -> AsyncIterator[Finding]:
     """The run is recorded, and every process answers the sampler."""
     directory = None if subject.state is None else find_record_dir(subject.state)
-    if not subject.is_here or directory is None:
+    if subject.state is not None and directory is not None and not subject.is_here:
+        text = "recorded on the nodes of the stack, not checked from here"
+        yield Finding("record", "note", text, f"See it: rollway dash {subject.state.name}")
+        return
+    if directory is None:
         advice = "Say `observe: on` in its spec, and start it again: docs/observe.md."
         yield Finding("record", "note", "nothing is recorded", advice)
         return

@@ -24,14 +24,13 @@ from rollway.errors import RollwayError, StackNotRunning, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.model_spec import slug
 from rollway.observe.dash.access import Access, add_headers, make_guard
-from rollway.observe.dash.open_run import find_state
+from rollway.observe.dash.open_run import find_on_ray, find_state
 from rollway.observe.dash.server import listen
 from rollway.observe.dash.source import Source
 from rollway.observe.export import prometheus
 from rollway.observe.export.prometheus import PAGES, TARGETS
-from rollway.observe.metrics import parse_labels_key
-from rollway.observe.series import Series, Values
-from rollway.observe.sinks.prometheus import render_page
+from rollway.observe.series import Series
+from rollway.observe.sinks.prometheus import keep_newest_versions, render_page
 from rollway.stack import local, targets
 from rollway.stack.commands import WILDCARDS
 from rollway.stack.targets import Group
@@ -41,8 +40,6 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 CLUSTER_SECONDS = 5.0
 """How often a stack that is not of this machine is asked for its workers."""
-_KEPT_VERSIONS = 8
-"""How many versions the page has. A run has thousands, and Prometheus keeps every series."""
 
 ListGroups = Callable[[], Awaitable[list[Group]]]
 
@@ -60,6 +57,7 @@ class Follower:
         self._page = directory / PAGES / self._targets.name
         self._series = Series()
         self._groups: list[Group] | None = None
+        self._is_gone = False
 
     def app(self, access: Access) -> web.Application:
         app = web.Application(middlewares=[make_guard(access)])
@@ -90,7 +88,7 @@ class Follower:
         """Follow until the stack has ended."""
         while True:
             await self.update()
-            if await asyncio.to_thread(self._source.get_phase) == "ended":
+            if self._is_gone or await asyncio.to_thread(self._source.get_phase) == "ended":
                 return
             await asyncio.sleep(seconds)
 
@@ -104,7 +102,7 @@ class Follower:
         try:
             groups = await self._list_groups()
         except StackNotRunning:
-            groups = []
+            groups, self._is_gone = [], True
         except RollwayError as error:
             log.warning("the targets cannot be listed at the moment: %s", error.message)
             return
@@ -116,21 +114,6 @@ class Follower:
 def get_targets_path(directory: Path, name: str) -> Path:
     """Return the list of targets of a stack, given its name or its address."""
     return directory / TARGETS / f"{slug(name)}.json"
-
-
-def keep_newest_versions(values: Values, most: int = _KEPT_VERSIONS) -> Values:
-    """Return the values without those of old weight versions."""
-    kept: Values = {}
-    for name, keys in values.items():
-        versions = {key: parse_labels_key(key).get("version", "") for key in keys}
-        numbers = {int(text) for text in versions.values() if text.isdecimal()}
-        if len(numbers) <= most:
-            kept[name] = keys
-            continue
-        oldest = sorted(numbers)[-most]
-        is_kept = {k: not text.isdecimal() or int(text) >= oldest for k, text in versions.items()}
-        kept[name] = {key: value for key, value in keys.items() if is_kept[key]}
-    return kept
 
 
 @asynccontextmanager
@@ -172,16 +155,18 @@ async def open_listing(name: str) -> AsyncIterator[ListGroups]:
 
             yield _ask_seldom(list_attached)
     else:
+        state = await asyncio.to_thread(find_state, name)
+        is_far = state is not None and bool(state.ray_namespace)
+        # A cluster that does not answer for a moment is no stack that has ended.
+        find = find_on_ray if is_far else find_state
 
         async def list_started() -> list[Group]:
-            state = await asyncio.to_thread(find_state, name)
+            state = await asyncio.to_thread(find, name)
             if state is None or not state.is_supervised:
                 raise local.make_not_running_error(name)
             return targets.list_groups(state)
 
-        state = await asyncio.to_thread(find_state, name)
-        is_near = state is not None and not state.ray_namespace
-        yield list_started if is_near else _ask_seldom(list_started)
+        yield _ask_seldom(list_started) if is_far else list_started
 
 
 def _ask_seldom(list_groups: ListGroups) -> ListGroups:

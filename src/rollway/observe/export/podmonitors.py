@@ -1,7 +1,11 @@
-"""What Prometheus' operator scrapes of graphs on Kubernetes, by the labels of their pods.
+"""What Prometheus' operator scrapes on Kubernetes, by the labels of pods.
 
-Pods come and go under the same labels, so nothing has to be kept up to date. The rules are the
-same as elsewhere, as an object of the operator.
+    pods of a graph     frontends, workers      Dynamo's and vLLM's metrics
+    pods of a run       a port `rollway`        Rollway's own, of the trainer (observe/page.py)
+                        Ray's port `metrics`
+
+Pods come and go under the same labels, so nothing has to be kept up to date. A pod without a port
+of that name is no target. The rules are the same as elsewhere, as an object of the operator.
 """
 
 from __future__ import annotations
@@ -9,10 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 from rollway.kubernetes.names import DGD_LABEL, RUN_LABEL
+from rollway.observe.export.prometheus import JOBS
 from rollway.observe.export.rules import Rules
+from rollway.observe.page import PORT_NAME
 
 TYPE_LABEL = "nvidia.com/dynamo-component-type"
 _INTERVAL = "15s"
+TOKEN_SECRET, TOKEN_KEY = "rollway-metrics", "token"
+"""The Secret with the token of trainers' pages, which the user makes."""
 
 Object = dict[str, Any]
 
@@ -34,6 +42,8 @@ def make_podmonitors(graph: str | None = None) -> list[Object]:
             _scrape("system"),
         ),
     ]
+    of_run = {"matchExpressions": [{"key": RUN_LABEL, "operator": "Exists"}]}
+    monitors.append(_make_monitor(f"rollway-trainers{suffix}", of_run, _scrape_own(graph)))
     if graph is None:
         exists = [{"key": k, "operator": "Exists"} for k in ("ray.io/cluster", RUN_LABEL)]
         ray = {"port": "metrics", "interval": _INTERVAL}
@@ -58,6 +68,25 @@ def _make_monitor(name: str, selector: Object, endpoint: Object) -> Object:
         "metadata": {"name": name},
         "spec": {"selector": selector, "podMetricsEndpoints": [endpoint]},
     }
+
+
+def _scrape_own(graph: str | None) -> Object:
+    """Return the endpoint of Rollway's own metrics, with the token of its page. The page says
+    itself which stack each series is of."""
+    credentials = {"name": TOKEN_SECRET, "key": TOKEN_KEY}
+    page, _ = JOBS
+    endpoint: Object = {
+        "port": PORT_NAME,
+        "path": "/metrics",
+        "interval": _INTERVAL,
+        "authorization": {"credentials": credentials},
+        "relabelings": [{"targetLabel": "job", "replacement": page}],
+    }
+    if graph is not None:
+        endpoint["metricRelabelings"] = [
+            {"sourceLabels": ["stack"], "regex": graph, "action": "keep"}
+        ]
+    return endpoint
 
 
 def _scrape(port: str, label: str = "worker", value: str = "") -> Object:

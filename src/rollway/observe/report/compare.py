@@ -14,6 +14,14 @@ from rollway.observe.report.summary import Summary
 DIFFERENCE = 0.1
 """Two runs differ in a figure from here on."""
 Way = Literal["less", "more", ""]
+_PARTS: dict[str, tuple[str, Way]] = {
+    "generate": ("generating", ""),
+    "train": ("training", ""),
+    "publish": ("publishing", "less"),
+    "wait": ("waiting", "less"),
+    "paused": ("paused", "less"),
+}
+"""Parts of a step, what a report calls them, and which way is good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +85,10 @@ def list_figures(summary: Summary) -> list[Figure]:
             text = f"{label}, {level}, median of the intervals"
             figures.append(_in_seconds(text, f"{metric}_{level}", value))
     figures += [
+        _as_number("trainer's steps", "rollway_step", summary.steps or None, ""),
         _in_seconds("step, mean", "rollway_step_seconds", step),
-        _as_share("of it waiting", "rollway_step_part_seconds", shares.get("wait"), "less"),
-        _as_share("of it paused", "rollway_step_part_seconds", shares.get("paused"), "less"),
+        *(_as_share(f"of it {name}", "rollway_step_part_seconds", shares.get(part), way)
+          for part, (name, way) in _PARTS.items()),
         _as_number("largest mismatch k3 of a version", "rollway_mismatch_k3", k3, "less"),
         _as_number("largest difference of a log-prob", "rollway_mismatch_max",
                    summary.largest_difference or None, "less"),

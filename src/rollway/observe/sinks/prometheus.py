@@ -6,13 +6,16 @@ Families of Dynamo and vLLM are left out: Prometheus scrapes those itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rollway import private
 from rollway.observe.metrics import OWN, parse_labels_key
 from rollway.observe.series import Values
 from rollway.observe.sinks.trainer_names import Histogram
+
+KEPT_VERSIONS = 8
+"""How many versions a page has. A run has thousands, and Prometheus keeps every series."""
 
 
 class PrometheusFile:
@@ -39,19 +42,43 @@ class PrometheusFile:
 
 def render_page(values: Values, stack: str = "") -> str:
     """Return the values of our own metrics as a Prometheus page."""
+    return render_runs([({"stack": stack} if stack else {}, values)])
+
+
+def render_runs(runs: Sequence[tuple[Mapping[str, str], Values]]) -> str:
+    """Return the values of several runs as one page, each with labels that tell it from others."""
     lines: list[str] = []
     for metric in OWN:
-        keys = values.get(metric.name)
-        if not keys:
-            continue
-        lines.append(f"# HELP {metric.name} {metric.help}")
-        lines.append(f"# TYPE {metric.name} {metric.kind}")
-        for key, value in keys.items():
-            labels = {**({"stack": stack} if stack else {}), **parse_labels_key(key)}
-            shown = ",".join(f'{name}="{_escape(text)}"' for name, text in labels.items())
-            lines.append(f"{metric.name}{{{shown}}} {value!r}" if shown else
-                         f"{metric.name} {value!r}")  # fmt: skip
+        samples = [
+            _make_sample(metric.name, {**labels, **parse_labels_key(key)}, value)
+            for labels, values in runs
+            for key, value in values.get(metric.name, {}).items()
+        ]
+        if samples:
+            lines.append(f"# HELP {metric.name} {metric.help}")
+            lines.append(f"# TYPE {metric.name} {metric.kind}")
+            lines += samples
     return "\n".join([*lines, ""])
+
+
+def _make_sample(name: str, labels: Mapping[str, str], value: float) -> str:
+    shown = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
+    return f"{name}{{{shown}}} {value!r}" if shown else f"{name} {value!r}"
+
+
+def keep_newest_versions(values: Values, most: int = KEPT_VERSIONS) -> Values:
+    """Return the values without those of old weight versions."""
+    kept: Values = {}
+    for name, keys in values.items():
+        versions = {key: parse_labels_key(key).get("version", "") for key in keys}
+        numbers = {int(text) for text in versions.values() if text.isdecimal()}
+        if len(numbers) <= most:
+            kept[name] = keys
+            continue
+        oldest = sorted(numbers)[-most]
+        is_kept = {k: not text.isdecimal() or int(text) >= oldest for k, text in versions.items()}
+        kept[name] = {key: value for key, value in keys.items() if is_kept[key]}
+    return kept
 
 
 def _escape(text: str) -> str:

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ShmPublisher", "ShmReader", "join_offers"]
 
-PREFIX = "rollway-weights-"
+PREFIX = leftovers.WEIGHTS
 _ALIGNMENT = 256
 _GROWTH = 16 << 20
 _SUM_THREADS = 4

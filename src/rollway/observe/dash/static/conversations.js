@@ -1,11 +1,21 @@
 // Conversations of a gateway: the newest sessions, and one of them token by token, in the colour of the
-// version that sampled each. They are fetched when somebody looks.
+// version that sampled each. They are fetched when somebody looks, and again when the gateway has counted on.
 
 import { $, el, isNumber, plural, setText } from "./dom.js";
 
 const COLORS = 6;
 
 let chosen = null;
+let counted = ""; // the gateway's counts when the sessions were fetched last
+let shownTurns = 0;
+
+/** Fetch what is new, if somebody looks and the gateway's counts of sessions and turns have changed. */
+export function renderConversations(gateway) {
+  const counts = `${gateway?.sessions} ${gateway?.turns}`;
+  if (counts === counted) return;
+  counted = counts;
+  if ($("conversations").open) loadSessions();
+}
 
 function setUp() {
   $("conversations").addEventListener("toggle", () => $("conversations").open && loadSessions());
@@ -28,6 +38,8 @@ async function loadSessions() {
   if (!isKnown) note = "This run does not name a gateway's journal: give it with rollway dash --journal FILE.";
   setText($("session-note"), note);
   $("session-list").replaceChildren(...sessions.map(makeOption));
+  const session = sessions.find((each) => each.name === chosen);
+  if (session && session.turns !== shownTurns) choose(chosen);
 }
 
 function makeOption(session) {
@@ -54,8 +66,12 @@ async function choose(name) {
     return;
   }
   const session = await answer.json();
+  shownTurns = session.turns.length + session.left_out;
+  // Turns that stand there stay, with what the reader has unfolded.
+  const shown = new Map([...$("session").querySelectorAll(".turn")].map((turn) => [turn.dataset.turn, turn]));
+  const turns = session.turns.map((turn, index) => shown.get(turn.id) ?? makeTurn(turn, index));
   const rest = session.left_out ? el("p", { class: "muted" }, `${plural(session.left_out, "turn")} more`) : null;
-  $("session").replaceChildren(...[...session.turns.map(makeTurn), rest].filter(Boolean));
+  $("session").replaceChildren(...[...turns, rest].filter(Boolean));
 }
 
 function makeTurn(turn, index) {

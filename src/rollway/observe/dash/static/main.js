@@ -10,7 +10,7 @@ import { renderRefits, showRefit } from "./refits.js";
 import { drawCharts, renderRollouts } from "./charts.js";
 import { drawHits, renderHits } from "./hits.js";
 import { renderExactness } from "./exactness.js";
-import "./conversations.js";
+import { renderConversations } from "./conversations.js";
 import { renderEvents } from "./events.js";
 import { setUpLog } from "./log.js";
 
@@ -108,6 +108,7 @@ function render(model) {
   renderRollouts(model);
   renderHits(past === null ? null : past.sections.run.at);
   renderExactness(model);
+  renderConversations(live.sections.exactness?.gateway);
   renderEvents(model);
   renderTime();
   document.body.dataset.ready = "yes";

@@ -46,7 +46,7 @@ from rollway.weights.transports.entries import (
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 1 << 30
-PREFIX = "rollway-ipc-"
+PREFIX = leftovers.IPC
 _MAX_REASON = 4096
 
 
