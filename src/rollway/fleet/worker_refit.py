@@ -355,10 +355,13 @@ class WorkerRefit:
         if await is_dead(self.worker):
             self.report.state = "gone"
             return
-        # This may fail without harm: the worker left the routing before the update.
-        with contextlib.suppress(RollwayError):
-            if not await self.service.deny(self.plan.version):
-                self.report.state = "gone"
+        # This may fail without harm: the worker left the routing before the update. It fails at its
+        # first call that fails, with the worker possibly not paused, so it is tried twice.
+        for _ in range(2):
+            with contextlib.suppress(RollwayError):
+                if not await self.service.deny(self.plan.version):
+                    self.report.state = "gone"
+                return
 
     async def replace(self) -> bool:
         """Stop the worker so that its supervisor restarts it; return False if it has none."""

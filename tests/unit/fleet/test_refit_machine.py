@@ -439,6 +439,24 @@ def test_no_worker_keeps_a_second_model_when(
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 
+def test_a_worker_in_doubt_is_paused_although_a_call_to_keep_it_out_fails() -> None:
+    """Its canary resumed it, and the answer was lost."""
+    with machine(verifying=False, count=2) as m:
+        m.world.faults["resume", 1] = "lost"
+        observe = m.processes[0].fleet.observer
+
+        async def fail_after_the_load(step: str, worker: Any) -> None:
+            if step == "verify" and worker.instance_id == 1:
+                m.world.faults["taint", 1] = "before"
+            await observe(step, worker)
+
+        m.processes[0].fleet.observer = fail_after_the_load
+        m.tried = 1
+        assert m.loop.run_until_complete(m.processes[0].refit(1)) == "failed"
+        assert m.world.workers[1].paused
+        m.holds()
+
+
 def run_story(
     sabotage: Sabotage, shape: str, verifying: bool, staging: bool = False, orders: bool = False
 ) -> int:
