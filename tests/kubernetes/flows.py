@@ -19,6 +19,7 @@ from rollway.kubernetes.infra import load_infra, merge
 from rollway.kubernetes.kinds import (
     DEPLOYMENT,
     DGD,
+    LEASE,
     POD,
     RAYCLUSTER,
     RAYJOB,
@@ -37,7 +38,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 IMAGE = "registry/rollway:1.6.1"
 RUN = "math"
-KINDS = (RAYJOB, RAYCLUSTER, DGD, DEPLOYMENT, SERVICE, POD)
+KINDS = (RAYJOB, RAYCLUSTER, DGD, DEPLOYMENT, SERVICE, POD, LEASE)
 QUICK = Limits(gates=30, suspend=20, cluster=20, deployments=20, grace=2, driver=30, gone=30)
 
 _RAY_POD = {"spec": {"containers": [{"name": "ray"}]}}

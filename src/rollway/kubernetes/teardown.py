@@ -18,6 +18,7 @@ from rollway.kubernetes.kinds import (
     DEPLOYMENT,
     DGD,
     DGD_ALPHA,
+    LEASE,
     POD,
     RAYCLUSTER,
     RAYJOB,
@@ -29,6 +30,7 @@ from rollway.kubernetes.kinds import (
 from rollway.kubernetes.names import (
     KEY_LABEL,
     RUN_LABEL,
+    name_lease,
     select_pods,
     select_ray_pods,
     select_run,
@@ -89,13 +91,18 @@ def take_down(
     wait: bool = True,
     keep: Collection[str] = (),
     keys: Collection[str] = (),
+    keep_lease: bool = False,
     report: Report = lambda _: None,
 ) -> Removal:
     """Delete the objects of a run and wait until they, and the pods of graphs and Ray, are gone.
 
     `keep` has UIDs that stay, `keys` the values of the key label to which the deletion is limited.
+    The Lease goes last, unless parts of the run stay or `keep_lease` says that the caller holds it:
+    a command that is still starting the run may then take back what it makes meanwhile.
     """
     deadline, removal = Deadline(timeout), Removal(name)
+    goes_whole = not (keep or keys or keep_lease)
+    lease = cluster.get(LEASE, name_lease(name)) if goes_whole else None
     chosen = list_targets(cluster, name, keep=keep, keys=keys)
     for kind, body in chosen:
         metadata = body["metadata"]
@@ -106,7 +113,25 @@ def take_down(
         removal.deleted.append(f"{kind.kind} {metadata['name']}")
     if wait:
         _wait_until_gone(cluster, chosen, deadline, report)
+    if lease is not None:
+        _delete_lease(cluster, name, lease)
     return removal
+
+
+def _delete_lease(cluster: Cluster, run: str, live: Object | None) -> None:
+    """Delete the Lease of a run that is gone, unless its holder has renewed it meanwhile: that one
+    finds the run gone, and deletes the Lease itself."""
+    version = ""
+    while live is not None and (live["metadata"].get("labels") or {}).get(RUN_LABEL) == run:
+        meta, is_held = live["metadata"], bool(live["spec"].get("holderIdentity"))
+        if is_held and version:
+            return
+        version = meta["resourceVersion"]
+        try:
+            cluster.delete(LEASE, meta["name"], uid=meta["uid"], resource_version=version)
+            return
+        except Conflict:
+            live = cluster.get(LEASE, meta["name"])
 
 
 def _wait_until_gone(
