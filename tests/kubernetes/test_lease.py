@@ -1,4 +1,4 @@
-"""One command at a time acts on a run: two at once, a holder that dies, or is paused, or overtaken."""
+"""One command at a time acts on a run: two at once, a holder that dies, is paused or overtaken."""
 
 from __future__ import annotations
 

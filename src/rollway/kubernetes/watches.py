@@ -110,17 +110,17 @@ class Watch:
 
     def __iter__(self) -> Iterator[Change]:
         threading.Thread(target=self._hang_up, daemon=True).start()
-        pauses, is_first = Pauses(self._connection), True
+        pauses, must_list = Pauses(self._connection), False
         while not self._stop.is_set():
             begun, self._is_connected = time.monotonic(), False
-            if not self._is_complete and not is_first:
+            if must_list:
                 yield from self._list()  # repeats its request itself
-            is_first = False
+                must_list = False
             try:
                 yield from self._follow()
                 pauses = Pauses(self._connection)
             except _Expired:
-                self._is_complete = False
+                must_list = True
             except Unavailable:
                 if self._stop.is_set():
                     return
@@ -130,6 +130,7 @@ class Watch:
                 if pause is None:
                     raise
                 self._stop.wait(pause)
+            must_list |= self._is_connected and not self._is_complete
             self._stop.wait(max(0.0, MIN_SECONDS - (time.monotonic() - begun)))
 
     def _list(self) -> Iterator[Change]:
@@ -171,6 +172,7 @@ class Watch:
         if response.status != 200:
             self._refuse(response.status, self._connection.read(response))
         self._response, self._is_connected = response, True
+        self._connection.served.add(selection.kind)
         if not self._stop.is_set():
             for line in self._connection.read_lines(response):
                 if self._stop.is_set():
