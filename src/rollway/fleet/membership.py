@@ -55,6 +55,8 @@ class Membership:
         self._roles: dict[int, WorkerRole] = {}
         self._note_roles = note_roles
         self._listed_at = float("-inf")
+        self._looked: frozenset[int] | None = None
+        """The ids that the last look saw which was news."""
         self._listing: asyncio.Task[list[Worker]] | None = None
         self._join_listeners: list[Listener] = []
         self._leave_listeners: list[Listener] = []
@@ -103,9 +105,16 @@ class Membership:
 
     async def has_changed(self) -> bool:
         """Return whether somebody joined or left since the last listing, as far as the source can
-        tell. This asks no worker."""
+        tell. This asks no worker. What a listing does not show either is no news for a while: each
+        listing makes the frontend ask all workers."""
         instances = await list_instances(self._http, self.source)
-        return instances is not None and instances != self._instances
+        if instances is None or instances == self._instances:
+            return False
+        was_listed = time.monotonic() - self._listed_at < LOOK_SECONDS
+        if instances == self._looked and was_listed:
+            return False
+        self._looked = instances
+        return True
 
     async def wait_for_change(self, seconds: float) -> None:
         """Wait until somebody joins or leaves, at most so long."""

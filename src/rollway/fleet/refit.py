@@ -53,8 +53,9 @@ ANSWER_SECONDS = 15.0
 """How long a listed worker may fail to answer; a dead worker is listed for about 10 s."""
 PENDING = ("untouched", "joining")
 """States of workers that this refit has not moved and may still move."""
-JOIN_SECONDS = 1.0
-"""Between two looks for workers that join during an admission."""
+JOIN_SECONDS = 0.2
+"""Between two looks for workers that join during an admission: where one joins, more may follow. A
+look asks the frontend alone, and takes a millisecond."""
 LONGEST_JOIN_SECONDS = 60.0
 """For how long an admission takes joiners along; others that want the fleet wait meanwhile."""
 DISCARD_SECONDS = 10.0
