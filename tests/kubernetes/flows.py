@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +180,26 @@ def open_world(
         dynamo = stack.enter_context(DynamoOperator(first, folder / "dynamo", model, kind))
         kuberay = stack.enter_context(KubeRayOperator(second, folder / "kuberay"))
         yield World(admin, own, dynamo, kuberay, folder, kubeconfig)
+
+
+@contextmanager
+def meanwhile(action: Callable[[], object]) -> Iterator[None]:
+    """Do something in a thread; an error in it is raised at the end."""
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - raised at the end
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(60)
+    assert not errors, errors
 
 
 def make_env() -> dict[str, str]:

@@ -21,8 +21,16 @@ from rollway.kubernetes.lease import PROCESS
 from rollway.kubernetes.names import RUN_LABEL, name_lease
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.control_plane import ControlPlane
-from tests.kubernetes.flows import QUICK, RUN, World, make_env, make_graph, open_world, write_infra
-from tests.kubernetes.test_run_faults import meanwhile
+from tests.kubernetes.flows import (
+    QUICK,
+    RUN,
+    World,
+    make_env,
+    make_graph,
+    meanwhile,
+    open_world,
+    write_infra,
+)
 from tests.waiting import stays, wait_until
 
 NAME = name_lease(RUN)

@@ -13,7 +13,7 @@ import pytest
 from rollway.errors import ClusterError, RunExists, UsageError
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.kinds import DEPLOYMENT, DGD, POD, RAYCLUSTER, RAYJOB, SERVICE
-from rollway.kubernetes.names import RUN_LABEL
+from rollway.kubernetes.names import RUN_LABEL, name_lease
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.flows import RAY, RUN, World, make_graph, open_world
 from tests.waiting import wait_until
@@ -95,8 +95,9 @@ def test_a_run_that_is_awaited_ends_with_its_job_and_frees_inference(world: Worl
     infra, _ = world.load()
     result = world.run(infra, wait=True)
     assert result.state == "Complete"
-    # KubeRay removes the cluster, and the garbage collector what it owns. The RayJob stays.
-    world.wait_until_empty(but=(RUN,))
+    # KubeRay removes the cluster, and the garbage collector what it owns. The RayJob stays, and
+    # with it the Lease.
+    world.wait_until_empty(but=(RUN, name_lease(RUN)))
     assert [body["metadata"]["name"] for body in world.list(RAYJOB)] == [RUN]
     take_down(world.cluster, RUN)
     world.wait_until_empty()
