@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollway.errors import ClusterError, Conflict, Gone, LeaseLost, RollwayError, RunExists
 from rollway.kubernetes.cluster import Cluster
@@ -251,33 +251,25 @@ class Lease:
         Raises:
             RunExists: its holder lives.
         """
-        if (live["metadata"].get("labels") or {}).get(RUN_LABEL) != self.run:
+        if not is_of_run(live, self.run):
             raise RunExists(
                 f"Lease {self._name} exists and does not belong to run {self.run}.",
                 "Choose another name, or delete it if it is yours.",
             )
-        first, began = live["spec"].get("renewTime"), time.monotonic()
-        while True:
-            spec = live["spec"]
-            duration = float(spec.get("leaseDurationSeconds") or self._seconds)
-            if spec.get("holderIdentity") in (None, "", self._identity):
-                return live
-            process = _find_process(live)
-            if process is not None:  # of this machine, so its clock is ours
-                if process.alive and _count_since(spec.get("renewTime")) < duration:
-                    raise self._refuse(live)
-                return live
-            if spec.get("renewTime") != first:
+        observation = Observation()
+        while (state := observation.judge(live)) != "free":
+            if live["spec"].get("holderIdentity") == self._identity:
+                return live  # the answer to its own create was lost
+            if state == "held":
                 raise self._refuse(live)
-            if (left := began + duration - time.monotonic()) <= 0:
-                return live
-            if time.monotonic() - began < LOOK_SECONDS:
+            if observation.is_first:
                 self._report(f"look whether {describe_holder(live)} still starts {self.run}")
-            time.sleep(min(LOOK_SECONDS, left))
+            time.sleep(LOOK_SECONDS)
             looked = self._cluster.get(LEASE, self._name)
             if looked is None:
                 return None
             live = looked
+        return live
 
     def _refuse(self, live: Object) -> RunExists:
         seconds = _count_since(live["spec"].get("acquireTime"))
@@ -285,6 +277,59 @@ class Lease:
             f"Run {self.run} is being started by {describe_holder(live)}, for {seconds:.0f} s now.",
             f"Wait until it is done, or stop it; `rollway k8s down {self.run}` removes the run.",
         )
+
+
+class Observation:
+    """Finds out whether the holder of a Lease lives, without its clock."""
+
+    def __init__(self) -> None:
+        self._renewal: object = None
+        self._since = 0.0
+        self.is_first = False
+
+    def judge(self, live: Object) -> Literal["free", "held", "unknown"]:
+        """Judge a Lease as it is now; one that is not renewed for its duration is free."""
+        spec, now = live["spec"], time.monotonic()
+        duration = float(spec.get("leaseDurationSeconds") or SECONDS)
+        renewal = spec.get("renewTime")
+        if not spec.get("holderIdentity"):
+            return "free"
+        if (process := _find_process(live)) is not None:  # of this machine, so its clock is ours
+            return "held" if process.alive and _count_since(renewal) < duration else "free"
+        self.is_first = self._renewal is None
+        if renewal != self._renewal:
+            self._renewal, self._since = renewal, now
+            return "unknown" if self.is_first else "held"
+        return "free" if now - self._since >= duration else "unknown"
+
+
+def wait_until_released(
+    cluster: Cluster, run: str, timeout: float, report: Callable[[str], None]
+) -> Object | None:
+    """Return the Lease of a run once no command that lives holds it; None if there is none.
+
+    Raises:
+        ClusterError: one still holds it after `timeout` seconds.
+    """
+    observation, end = Observation(), time.monotonic() + timeout
+    was_told = False
+    while (live := cluster.get(LEASE, name_lease(run))) is not None and is_of_run(live, run):
+        if observation.judge(live) == "free":
+            return live
+        if not was_told:
+            report(f"wait until {describe_holder(live)} has ended, which starts {run}")
+            was_told = True
+        if time.monotonic() >= end:
+            raise ClusterError(
+                f"Run {run} is still being started by {describe_holder(live)}.",
+                f"Stop that command, then `rollway k8s down {run}` again.",
+            )
+        time.sleep(LOOK_SECONDS)
+    return None
+
+
+def is_of_run(live: Object, run: str) -> bool:
+    return (live["metadata"].get("labels") or {}).get(RUN_LABEL) == run
 
 
 def describe_holder(live: Object) -> str:

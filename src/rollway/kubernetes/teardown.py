@@ -27,6 +27,7 @@ from rollway.kubernetes.kinds import (
     Object,
     find_kind,
 )
+from rollway.kubernetes.lease import Observation, wait_until_released
 from rollway.kubernetes.names import (
     KEY_LABEL,
     RUN_LABEL,
@@ -97,41 +98,43 @@ def take_down(
     """Delete the objects of a run and wait until they, and the pods of graphs and Ray, are gone.
 
     `keep` has UIDs that stay, `keys` the values of the key label to which the deletion is limited.
-    The Lease goes last, unless parts of the run stay or `keep_lease` says that the caller holds it:
-    a command that is still starting the run may then take back what it makes meanwhile.
+    A command that is still starting the run finds its objects gone, and ends: this is waited for,
+    and what it made meanwhile is deleted too. The Lease goes last, unless parts of the run stay or
+    `keep_lease` says that the caller holds it.
     """
     deadline, removal = Deadline(timeout), Removal(name)
     goes_whole = not (keep or keys or keep_lease)
     lease = cluster.get(LEASE, name_lease(name)) if goes_whole else None
-    chosen = list_targets(cluster, name, keep=keep, keys=keys)
-    for kind, body in chosen:
-        metadata = body["metadata"]
-        report(f"delete {kind.kind} {metadata['name']}")
-        # The UID: an object that took the name meanwhile is somebody else's.
-        with contextlib.suppress(Conflict):
-            cluster.delete(kind, metadata["name"], uid=metadata["uid"])
-        removal.deleted.append(f"{kind.kind} {metadata['name']}")
-    if wait:
-        _wait_until_gone(cluster, chosen, deadline, report)
-    if lease is not None:
-        _delete_lease(cluster, name, lease)
-    return removal
+    while True:
+        chosen = list_targets(cluster, name, keep=keep, keys=keys)
+        for kind, body in chosen:
+            metadata = body["metadata"]
+            report(f"delete {kind.kind} {metadata['name']}")
+            # The UID: an object that took the name meanwhile is somebody else's.
+            with contextlib.suppress(Conflict):
+                cluster.delete(kind, metadata["name"], uid=metadata["uid"])
+            removal.deleted.append(f"{kind.kind} {metadata['name']}")
+        if wait:
+            _wait_until_gone(cluster, chosen, deadline, report)
+        if lease is None or not (wait or Observation().judge(lease) == "free"):
+            return removal
+        left = wait_until_released(cluster, name, deadline.left, report)
+        if left is None or _has_deleted(cluster, left, lease):
+            return removal
+        lease = left  # its holder may have made objects in between
 
 
-def _delete_lease(cluster: Cluster, run: str, live: Object | None) -> None:
-    """Delete the Lease of a run that is gone, unless its holder has renewed it meanwhile: that one
-    finds the run gone, and deletes the Lease itself."""
-    version = ""
-    while live is not None and (live["metadata"].get("labels") or {}).get(RUN_LABEL) == run:
-        meta, is_held = live["metadata"], bool(live["spec"].get("holderIdentity"))
-        if is_held and version:
-            return
-        version = meta["resourceVersion"]
-        try:
-            cluster.delete(LEASE, meta["name"], uid=meta["uid"], resource_version=version)
-            return
-        except Conflict:
-            live = cluster.get(LEASE, meta["name"])
+def _has_deleted(cluster: Cluster, lease: Object, before: Object) -> bool:
+    """Delete a Lease that nobody holds, unless somebody has held it since `before`."""
+    version = before["metadata"]["resourceVersion"]
+    if lease["metadata"]["resourceVersion"] != version:
+        return False
+    try:
+        name, uid = lease["metadata"]["name"], lease["metadata"]["uid"]
+        cluster.delete(LEASE, name, uid=uid, resource_version=version)
+    except Conflict:
+        return False
+    return True
 
 
 def _wait_until_gone(

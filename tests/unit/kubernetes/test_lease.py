@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rollway.errors import ClusterError, Conflict, Gone, LeaseLost, RunExists
 from rollway.kubernetes import lease as module
-from rollway.kubernetes.lease import Lease, describe_holder
+from rollway.kubernetes.lease import Lease, describe_holder, wait_until_released
 
 COMMANDS = 3
 OWNER = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": "math", "uid": "u"}}
@@ -101,6 +101,14 @@ def start(server: StubServer, number: int) -> bool:
     return True
 
 
+def remove(server: StubServer, seconds: float) -> None:
+    """Delete the Lease as `rollway k8s down` does."""
+    live = wait_until_released(server, "math", seconds, lambda _: None)  # type: ignore[arg-type]
+    if live is not None:
+        meta = live["metadata"]
+        server.delete(uid=meta["uid"], resource_version=meta["resourceVersion"])
+
+
 def list_writers(server: StubServer) -> list[int]:
     """Return the commands that would write now."""
     writers = []
@@ -131,7 +139,8 @@ def test_two_commands_never_write_to_one_run(actions: list[tuple[str, int, float
             if action == "wait":
                 server.sleep(seconds)
             elif action == "down":
-                server.live = None
+                with contextlib.suppress(ClusterError, Conflict):
+                    remove(server, seconds)
             elif action == "go on":
                 server.paused.discard(number)
             elif number in server.paused:
