@@ -190,7 +190,7 @@ def test_a_holder_that_nobody_overtook_goes_on(patch: pytest.MonkeyPatch) -> Non
     server = make_server(patch)
     assert start(server, 0)
     server.paused.add(0)
-    server.sleep(500.0)
+    server.sleep(500.0)  # simulated
     before = server.live["metadata"]["resourceVersion"]
     server.commands[0].fence()
     assert server.live["metadata"]["resourceVersion"] != before  # it was renewed first
@@ -200,7 +200,7 @@ def test_who_was_taken_down_may_undo_what_it_made_since(patch: pytest.MonkeyPatc
     server = make_server(patch)
     assert start(server, 0)
     server.live = None
-    server.sleep(30.0)
+    server.sleep(30.0)  # simulated
     with pytest.raises(ClusterError, match="took run math down"):
         server.commands[0].fence()
     server.commands[0].regain()
