@@ -151,7 +151,7 @@ class Lease:
 
     @property
     def _age(self) -> float:
-        return time.monotonic() - self._renewed
+        return _tick() - self._renewed
 
     def _keep(self) -> None:
         """Renew until the Lease is released or lost."""
@@ -183,7 +183,7 @@ class Lease:
     def _write(self, holder: str | None) -> None:
         """Replace what was written last, and nothing else."""
         assert self._live is not None
-        sent = time.monotonic()
+        sent = _tick()
         body: dict[str, Any] = {"spec": {"holderIdentity": holder, "renewTime": _now()}}
         if self._owners is not None:
             body["metadata"] = {"ownerReferences": self._owners}
@@ -214,7 +214,7 @@ class Lease:
                 return
 
     def _create(self) -> None:
-        sent, now = time.monotonic(), _now()
+        sent, now = _tick(), _now()
         labels = {**MANAGED, RUN_LABEL: self.run}
         metadata = {"name": self._name, "labels": labels, "annotations": {PROCESS: _locate()}}
         spec = {
@@ -230,7 +230,7 @@ class Lease:
     def _take_over(self, live: Object) -> None:
         if live["spec"].get("holderIdentity") not in (None, "", self._identity):
             self._report(f"take run {self.run} over from {describe_holder(live)}")
-        sent, now = time.monotonic(), _now()
+        sent, now = _tick(), _now()
         body = {
             "metadata": {"annotations": {PROCESS: _locate()}},
             "spec": {
@@ -289,7 +289,7 @@ class Observation:
 
     def judge(self, live: Object) -> Literal["free", "held", "unknown"]:
         """Judge a Lease as it is now; one that is not renewed for its duration is free."""
-        spec, now = live["spec"], time.monotonic()
+        spec, now = live["spec"], _tick()
         duration = float(spec.get("leaseDurationSeconds") or SECONDS)
         renewal = spec.get("renewTime")
         if not spec.get("holderIdentity"):
@@ -311,7 +311,7 @@ def wait_until_released(
     Raises:
         ClusterError: one still holds it after `timeout` seconds.
     """
-    observation, end = Observation(), time.monotonic() + timeout
+    observation, end = Observation(), _tick() + timeout
     was_told = False
     while (live := cluster.get(LEASE, name_lease(run))) is not None and is_of_run(live, run):
         if observation.judge(live) == "free":
@@ -319,7 +319,7 @@ def wait_until_released(
         if not was_told:
             report(f"wait until {describe_holder(live)} has ended, which starts {run}")
             was_told = True
-        if time.monotonic() >= end:
+        if _tick() >= end:
             raise ClusterError(
                 f"Run {run} is still being started by {describe_holder(live)}.",
                 f"Stop that command, then `rollway k8s down {run}` again.",
@@ -368,6 +368,12 @@ def _find_process(live: Object) -> ProcessId | None:
     if not kernel or f"{kernel}]" != _read_kernel() or not all(map(str.isdigit, parts)):
         return None
     return ProcessId(int(parts[0]), int(parts[1])) if len(parts) == 2 else None
+
+
+def _tick() -> float:
+    """Return seconds of a clock that goes on while a machine sleeps; `time.monotonic` stops, and a
+    laptop that was closed for an hour would believe that it has just renewed."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _now() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,8 +85,8 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def make_server(patch: pytest.MonkeyPatch) -> StubServer:
     server = StubServer()
-    clock = SimpleNamespace(monotonic=lambda: server.now, sleep=server.sleep)
-    patch.setattr(module, "time", clock)
+    patch.setattr(module, "time", SimpleNamespace(sleep=server.sleep))
+    patch.setattr(module, "_tick", lambda: server.now)
     patch.setattr(module, "_now", lambda: f"{server.now:.6f}")
     server.commands = [Lease(server, "math") for _ in range(COMMANDS)]  # type: ignore[arg-type]
     return server
@@ -194,6 +195,12 @@ def test_a_holder_that_nobody_overtook_goes_on(patch: pytest.MonkeyPatch) -> Non
     before = server.live["metadata"]["resourceVersion"]
     server.commands[0].fence()
     assert server.live["metadata"]["resourceVersion"] != before  # it was renewed first
+
+
+def test_a_machine_that_slept_counts_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = {time.CLOCK_BOOTTIME: 5000.0}  # and no other: they stop while a machine sleeps
+    monkeypatch.setattr(time, "clock_gettime", clocks.__getitem__)
+    assert module._tick() == 5000.0
 
 
 def test_who_was_taken_down_may_undo_what_it_made_since(patch: pytest.MonkeyPatch) -> None:
