@@ -52,6 +52,25 @@ def test_who_joins_during_an_admission_is_found_in_a_moment() -> None:
         m.settles()
 
 
+def test_who_joins_after_an_admission_is_found_in_a_moment() -> None:
+    with machine(verifying=True, staging=True) as m:
+        process, m.tried = m.processes[0], 1
+        assert m.loop.run_until_complete(process.refit(1)) == "done"
+        watching = m.loop.create_task(process.fleet.watch())
+        m.time_passes(20.0)
+        steps = 0
+        for _ in range(4):  # each some time after the one before it serves
+            joiner = m.world.join()
+            joiner.load_seconds = 0.02
+            while joiner.label != 1 and steps < 100:
+                m.time_passes(0.1)
+                steps += 1
+            m.time_passes(1.3)
+        assert steps <= 35  # with a look every second it would be 45
+        watching.cancel()
+        m.settles()
+
+
 def test_a_worker_that_no_listing_shows_is_listed_once_a_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
