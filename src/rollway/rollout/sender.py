@@ -224,7 +224,11 @@ class Sender:
             return False  # it migrated, and without a taint possibly to a worker of another version
         if not self._versions.attributes_to(ticket, worker):
             return False
-        return self._still_serves is None or await self._still_serves(ticket, worker)
+        if self._still_serves is None:
+            return True
+        # A joiner may be refitted while it is asked, and then names the version that it has since.
+        is_served = await self._still_serves(ticket, worker)
+        return is_served and self._versions.attributes_to(ticket, worker)
 
     async def _refresh_workers(self, *, now: bool = False) -> None:
         if self._refresh is not None:
