@@ -218,7 +218,7 @@ async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:
 
 
 async def test_an_answer_of_a_joiner_that_is_refitted_while_it_is_asked_does_not_count() -> None:
-    """It answered with the weights that it started with, and names the version that it has since."""
+    """It answered with the weights that it started with, and now names the version it has since."""
     versions, joiner = make_versions(), 77
 
     async def still_serves(*_: Any) -> bool:
