@@ -172,6 +172,14 @@ class RunExists(ClusterError):
     """A run of this name is there and cannot be taken up; it was not touched."""
 
 
+class LeaseLost(ClusterError):
+    """Another command has taken over the run that this one was starting; it was not undone."""
+
+
+class Gone(ClusterError):
+    """An object does not exist any more."""
+
+
 class KindMissing(ClusterError):
     """The cluster does not serve a kind of object, or not in this version."""
 

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from rollway.kubernetes.infra import load_infra, merge
 from rollway.kubernetes.kinds import (
     DEPLOYMENT,
     DGD,
+    LEASE,
     POD,
     RAYCLUSTER,
     RAYJOB,
@@ -37,7 +39,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 IMAGE = "registry/rollway:1.6.1"
 RUN = "math"
-KINDS = (RAYJOB, RAYCLUSTER, DGD, DEPLOYMENT, SERVICE, POD)
+KINDS = (RAYJOB, RAYCLUSTER, DGD, DEPLOYMENT, SERVICE, POD, LEASE)
 QUICK = Limits(gates=30, suspend=20, cluster=20, deployments=20, grace=2, driver=30, gone=30)
 
 _RAY_POD = {"spec": {"containers": [{"name": "ray"}]}}
@@ -178,6 +180,26 @@ def open_world(
         dynamo = stack.enter_context(DynamoOperator(first, folder / "dynamo", model, kind))
         kuberay = stack.enter_context(KubeRayOperator(second, folder / "kuberay"))
         yield World(admin, own, dynamo, kuberay, folder, kubeconfig)
+
+
+@contextmanager
+def meanwhile(action: Callable[[], object]) -> Iterator[None]:
+    """Do something in a thread; an error in it is raised at the end."""
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - raised at the end
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(60)
+    assert not errors, errors
 
 
 def make_env() -> dict[str, str]:

@@ -145,6 +145,8 @@ def test_every_flow_passes_with_the_shipped_role(world: World, become: Any) -> N
         ("watch", "dynamographdeployments"),
         ("watch", "pods"),
         ("get", "services/proxy"),
+        ("create", "leases"),
+        ("patch", "leases"),
     ],
 )
 def test_one_verb_less_is_named_and_leaves_nothing(

@@ -13,7 +13,7 @@ import pytest
 from rollway.errors import ClusterError, RunExists, UsageError
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.kinds import DEPLOYMENT, DGD, POD, RAYCLUSTER, RAYJOB, SERVICE
-from rollway.kubernetes.names import RUN_LABEL
+from rollway.kubernetes.names import RUN_LABEL, name_lease
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.flows import RAY, RUN, World, make_graph, open_world
 from tests.waiting import wait_until
@@ -95,8 +95,9 @@ def test_a_run_that_is_awaited_ends_with_its_job_and_frees_inference(world: Worl
     infra, _ = world.load()
     result = world.run(infra, wait=True)
     assert result.state == "Complete"
-    # KubeRay removes the cluster, and the garbage collector what it owns. The RayJob stays.
-    world.wait_until_empty(but=(RUN,))
+    # KubeRay removes the cluster, and the garbage collector what it owns. The RayJob stays, and
+    # with it the Lease.
+    world.wait_until_empty(but=(RUN, name_lease(RUN)))
     assert [body["metadata"]["name"] for body in world.list(RAYJOB)] == [RUN]
     take_down(world.cluster, RUN)
     world.wait_until_empty()
@@ -303,16 +304,21 @@ def test_a_second_run_of_one_name_resumes_refuses_and_never_doubles(world: World
 
 
 def test_two_commands_at_once_make_one_run(world: World) -> None:
+    """One starts it, the others are refused, and none of them undoes it."""
     infra, _ = world.load(
         make_graph("policy"), make_graph("judge"), launch={"entrypoint": "sleep 60"}
     )
+    world.dynamo.get_faults("judge").ready_after = 2.0
     with ThreadPoolExecutor(3) as pool:
-        results = [future.result() for future in [pool.submit(world.run, infra) for _ in "123"]]
-    assert len({result.ray_cluster for result in results}) == 1
-    assert len({result.driver.id for result in results if result.driver}) == 1
+        ended = [pool.submit(world.run, infra) for _ in "123"]
+    [result] = [future.result() for future in ended if future.exception() is None]
+    refusals = [error for future in ended if (error := future.exception()) is not None]
+    assert [type(error) for error in refusals] == [RunExists, RunExists]
+    assert all("is being started by" in str(error) for error in refusals)
+    assert world.run(infra).ray_cluster == result.ray_cluster
     assert len(world.list(RAYJOB)) == len(world.list(RAYCLUSTER)) == 1
     assert len(world.list(DGD)) == 2
-    dashboard = world.kuberay.clusters[results[0].ray_cluster].dashboard
+    dashboard = world.kuberay.clusters[result.ray_cluster].dashboard
     assert len(dashboard.list_jobs()) == 1
     take_down(world.cluster, RUN)
     world.wait_until_empty()

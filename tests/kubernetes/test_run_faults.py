@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rollway.kubernetes.run import JobRun
 from rollway.kubernetes.steps import Run, RunOptions
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.control_plane import ControlPlane
-from tests.kubernetes.flows import QUICK, RUN, World, make_graph, open_world
+from tests.kubernetes.flows import QUICK, RUN, World, make_graph, meanwhile, open_world
 from tests.waiting import wait_until
 
 ORDERS = ["suspended", "inference-first"]
@@ -31,26 +30,6 @@ SLEEP: dict[str, Any] = {"launch": {"entrypoint": "sleep 60", "ttl_seconds": 600
 def world(admin: Cluster, kubeconfig: Path, tmp_path: Path) -> Iterator[World]:
     with open_world(admin, kubeconfig, tmp_path) as world:
         yield world
-
-
-@contextmanager
-def meanwhile(action: Callable[[], object]) -> Iterator[None]:
-    """Do something in a thread; an error in it is raised at the end."""
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            action()
-        except BaseException as error:  # noqa: BLE001 - raised at the end
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join(60)
-    assert not errors, errors
 
 
 def when(condition: Callable[[], Any], action: Callable[[], object]) -> Callable[[], object]:

@@ -9,33 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
 from rollway.config import AdminTimeouts
-from rollway.errors import AdminError, RollwayError, UsageError
+from rollway.errors import RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
-from rollway.fleet.admin import (
-    AdminAPI,
-    PauseMode,
-    call_all,
-    call_all_or_raise,
-    run_to_the_end,
-)
+from rollway.fleet.admin import AdminAPI, PauseMode, call_all_or_raise
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.history import DriverHistory
 from rollway.fleet.labels import Labels
 from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
-from rollway.fleet.refit import Refit, Supervised
+from rollway.fleet.pausing import Pauser
+from rollway.fleet.recording import RefitRecording
+from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
-from rollway.fleet.service import Service
-from rollway.fleet.sleep import Sleeper, asleep_error
-from rollway.fleet.stages import split_in_stages
-from rollway.fleet.traces import RefitTrace
+from rollway.fleet.roster import Roster, Supervised
+from rollway.fleet.sleep import Sleeper
 from rollway.fleet.updates import Recipes, Update, Weights
 from rollway.fleet.worker_refit import Observer, RefitPlan, Replace
 from rollway.http import Http
@@ -89,8 +83,8 @@ class Fleet:
         """Where refits, joins and leaves are recorded."""
         self.tracer: Tracer | None = None
         """Makes a span of each refit."""
-        self._trace: RefitTrace | None = None
         self.adapters = Adapters(self.admin, self._secret)
+        self._pauser = Pauser(self.admin, self.versions, self._labels)
         self._sleeper = Sleeper(self.admin, self.versions, lambda worker: self._supervised(worker))
         self._roots = roots
         self._recipes = Recipes(roots, reference, self._secret, record)
@@ -135,20 +129,7 @@ class Fleet:
         """
         async with self._lock, self._guard():
             workers = await self.membership.list_answering()
-
-            async def undo() -> None:
-                await call_all(workers, self._put_back)
-                self.versions.open()
-
-            self.versions.close()
-            try:
-                for stage in split_in_stages(workers, mode, lambda worker: worker.role):
-                    await call_all_or_raise(
-                        stage, lambda w: self._service_of(w).pause(mode, clear_cache=clear_cache)
-                    )
-            except BaseException:
-                await run_to_the_end(undo())
-                raise
+            await self._pauser.pause(workers, mode, clear_cache)
 
     async def resume(self) -> None:
         """Resume every worker whose weights are known.
@@ -158,25 +139,7 @@ class Fleet:
                 stays paused.
         """
         async with self._lock, self._guard():
-            workers = await self.workers()
-            answering = [worker for worker in workers if worker.error is None]
-            labels = await self._labels.read_from(answering)
-            asleep = [w for w in answering if self.admin.sleep_level(w)]
-            awake = [w for w in answering if w not in asleep]
-            doubtful = [w for w in awake if (labels[w.instance_id] or 0) < 0]
-            try:
-                await call_all_or_raise([w for w in awake if w not in doubtful], self._put_back)
-            finally:
-                self.versions.open()
-            await refuse_silent(workers)
-            if doubtful:
-                raise AdminError(
-                    f"{len(doubtful)} of {len(workers)} workers were left between two versions and "
-                    f"stay paused: {'; '.join(map(str, doubtful))}.",
-                    "Refit them, or restart them.",
-                )
-            if asleep:
-                raise asleep_error(asleep, len(workers))
+            await self._pauser.resume(await self.workers())
 
     async def sleep(self, level: int = 1, mode: PauseMode = "wait") -> SleepReport:
         """Let every worker release its memory, until `wake` or the next refit.
@@ -295,15 +258,14 @@ class Fleet:
             )
         chosen = await self._recipes.make_update(update, allow_cast, needs_config)
         async with self._wait_for_turn(), self._guard():
-            refit = self._make_refit(version, chosen, expected)
-            refit.mode, refit.share = mode, share
             self._labels.learn_claims()
-            try:
-                return await self._follow(refit, refit.run())
-            finally:
-                if refit.is_claimed and self.versions.newest == version:
-                    self._recipes.put(version, chosen)
-                self._note_doubts(refit)
+            async with self._run(version, chosen, expected) as (refit, recording):
+                refit.mode, refit.share = mode, share
+                try:
+                    return await recording.follow(refit, refit.run())
+                finally:
+                    if refit.is_claimed and self.versions.newest == version:
+                        self._recipes.put(version, chosen)
 
     async def choose_version(self, identity: str) -> int:
         """Return the version for a refit to these weights, for a trainer that repeats its steps:
@@ -374,16 +336,13 @@ class Fleet:
                 return None  # their memory is somebody else's now, and so may a joiner's be
             if not await self._labels.is_any_behind():
                 return None
-            refit = self._make_refit(version, update, None)
-            try:
-                return await self._follow(refit, refit.catch_up())
-            finally:
-                self._note_doubts(refit)
+            async with self._run(version, update) as (refit, recording):
+                return await recording.follow(refit, refit.catch_up())
 
     async def watch(self, seconds: float = POLL_SECONDS) -> None:
         """Notice joins and leaves, and admit workers that join, until cancelled."""
         if self.history is not None:
-            self._note_membership(self.history)
+            self.history.follow_membership(self.model, self.membership, self.versions)
         while True:
             if await self.membership.poll() and await self._labels.is_any_behind():
                 try:
@@ -431,29 +390,12 @@ class Fleet:
         finally:
             self._lock.release()
 
-    def _service_of(self, worker: Worker) -> Service:
-        return Service(self.admin, self.versions, worker)
-
-    async def _put_back(self, worker: Worker) -> None:
-        await self._service_of(worker).put_back()
-
-    def _make_observer(self, version: int) -> Observer | None:
-        history, observer = self.history, self.observer
-        trace = self._trace = None if self.tracer is None else RefitTrace(self.tracer, version)
-        if history is None and trace is None:
-            return observer
-
-        async def observe(step: str, worker: Worker) -> None:
-            if history is not None:
-                history.note_step(version, step, worker)
-            if trace is not None:
-                trace.note_step(step, worker)
-            if observer is not None:
-                await observer(step, worker)
-
-        return observe
-
-    def _make_refit(self, version: int, update: Update, expected: Answer | None) -> Refit:
+    @asynccontextmanager
+    async def _run(
+        self, version: int, update: Update, expected: Answer | None = None
+    ) -> AsyncIterator[tuple[Refit, RefitRecording]]:
+        """Make a refit, and remember afterwards which workers it left in doubt."""
+        recording = RefitRecording(version, self.observer, self.history, self.tracer)
         plan = RefitPlan(
             self.admin,
             self.versions,
@@ -461,45 +403,20 @@ class Fleet:
             version,
             canaries=None if self._canary is None else CanaryCheck(self._canary, expected),
             replace=self._replace,
-            observer=self._make_observer(version),
+            observer=recording.observer,
         )
-        return Refit(
-            plan,
-            self.membership,
-            supervised=self._supervised,
+        refit = Refit(
+            Roster(plan, self.membership, self._supervised),
             skip=frozenset(self._doubtful),
             is_awaited=lambda: self._waiting > 0,
             record=None if self._record is None else self._record.claim,
         )
-
-    async def _follow(self, refit: Refit, work: Awaitable[RefitReport]) -> RefitReport:
-        """Wait for a refit; record and trace it if this stack is recorded or traced."""
-        trace, self._trace = self._trace, None
-        if trace is not None:
-            work = trace.follow(refit, work)
-        if self.history is None:
-            return await work
         try:
-            return await self.history.follow_refit(refit, work)
+            yield refit, recording
         finally:
-            self.history.note_workers(self.model, self.membership.known, self.versions)
-
-    def _note_membership(self, history: DriverHistory) -> None:
-        """Record workers that join or leave from now on."""
-        present = {worker.instance_id for worker in self.membership.known}
-
-        async def note_join(worker: Worker) -> None:
-            if worker.instance_id not in present:
-                history.note_join(worker)
-                history.note_workers(self.model, self.membership.known, self.versions)
-
-        async def note_leave(worker: Worker) -> None:
-            present.discard(worker.instance_id)
-            history.note_leave(worker)
-            history.note_workers(self.model, self.membership.known, self.versions)
-
-        self.membership.on_join(note_join)
-        self.membership.on_leave(note_leave)
+            self._note_doubts(refit)
+            if self.history is not None:
+                self.history.note_workers(self.model, self.membership.known, self.versions)
 
     def _note_doubts(self, refit: Refit) -> None:
         for instance, worker in refit.workers.items():

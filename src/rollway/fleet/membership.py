@@ -28,6 +28,8 @@ KEEP_SECONDS = 2.0
 POLL_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 """Between two questions whether somebody joined or left, which only the frontend answers."""
+CLOSE_LOOK_SECONDS, CLOSE_SECONDS = 0.2, 10.0
+"""The same, and for how long, after somebody has joined: more may follow."""
 DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)
 """The waits before each check whether a silent worker has died."""
 
@@ -55,6 +57,9 @@ class Membership:
         self._roles: dict[int, WorkerRole] = {}
         self._note_roles = note_roles
         self._listed_at = float("-inf")
+        self._joined_at = float("-inf")
+        self._looked: frozenset[int] | None = None
+        """The ids that the last look saw which was news."""
         self._listing: asyncio.Task[list[Worker]] | None = None
         self._join_listeners: list[Listener] = []
         self._leave_listeners: list[Listener] = []
@@ -103,15 +108,23 @@ class Membership:
 
     async def has_changed(self) -> bool:
         """Return whether somebody joined or left since the last listing, as far as the source can
-        tell. This asks no worker."""
+        tell. This asks no worker. What a listing does not show either is no news for a while: each
+        listing makes the frontend ask all workers."""
         instances = await list_instances(self._http, self.source)
-        return instances is not None and instances != self._instances
+        if instances is None or instances == self._instances:
+            return False
+        was_listed = time.monotonic() - self._listed_at < LOOK_SECONDS
+        if instances == self._looked and was_listed:
+            return False
+        self._looked = instances
+        return True
 
     async def wait_for_change(self, seconds: float) -> None:
         """Wait until somebody joins or leaves, at most so long."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            await asyncio.sleep(min(LOOK_SECONDS, left))
+            is_close = time.monotonic() - self._joined_at < CLOSE_SECONDS
+            await asyncio.sleep(min(CLOSE_LOOK_SECONDS if is_close else LOOK_SECONDS, left))
             if await self.has_changed():
                 return
 
@@ -152,7 +165,10 @@ class Membership:
 
     async def _list(self) -> list[Worker]:
         listed = await discover(self._http, self.source)
+        before = self._instances
         self._instances = frozenset(worker.instance_id for worker in listed)
+        if self._instances - before:
+            self._joined_at = time.monotonic()
         # Remember models: a worker in error may be listed without its model.
         self._models = {
             w.instance_id: w.model or self._models.get(w.instance_id, "") for w in listed

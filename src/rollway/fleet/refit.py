@@ -18,8 +18,8 @@
 `catch_up` takes workers that join between refits through the same steps, each by itself, and looks
 for more while it does.
 
-`rollway.fleet.worker_refit` has the steps of one worker. Nothing is sent twice to a worker once an
-update was issued to it.
+`rollway.fleet.roster` knows the workers, `rollway.fleet.worker_refit` has the steps of one of them.
+Nothing is sent twice to a worker once an update was issued to it.
 """
 
 from __future__ import annotations
@@ -27,34 +27,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollway.errors import AdminError, RollwayError, UsageError
-from rollway.fleet.admin import (
-    PauseMode,
-    collect_failures,
-    no_workers_error,
-    run_to_the_end,
-    silent_workers_error,
-)
-from rollway.fleet.discovery import Worker, is_dead
-from rollway.fleet.membership import Membership
-from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
+from rollway.fleet.admin import PauseMode, collect_failures, run_to_the_end
+from rollway.fleet.report import RefitMode, RefitReport, refit_error
+from rollway.fleet.roster import Roster
 from rollway.fleet.stages import Stage, split_in_shares, split_in_stages
 from rollway.fleet.worker_refit import RefitPlan, WorkerRefit
 
 log = logging.getLogger(__name__)
 
-Supervised = Callable[[Worker], bool]
 MAX_PASSES = 3
-ANSWER_SECONDS = 15.0
-"""How long a listed worker may fail to answer; a dead worker is listed for about 10 s."""
-PENDING = ("untouched", "joining")
-"""States of workers that this refit has not moved and may still move."""
-JOIN_SECONDS = 1.0
-"""Between two looks for workers that join during an admission."""
+JOIN_SECONDS = 0.2
+"""Between two looks for workers that join during an admission: where one joins, more may follow. A
+look asks the frontend alone, and takes a millisecond."""
 LONGEST_JOIN_SECONDS = 60.0
 """For how long an admission takes joiners along; others that want the fleet wait meanwhile."""
 DISCARD_SECONDS = 10.0
@@ -65,21 +54,26 @@ DISCARD_SECONDS = 10.0
 class Refit:
     """One run of the protocol over the whole fleet."""
 
-    plan: RefitPlan
-    membership: Membership
+    roster: Roster
     mode: RefitMode = "pause-all"
     share: float = 0.5
-    supervised: Supervised = lambda _: False
-    """Whether a supervisor labels the worker once it is ready."""
     skip: frozenset[int] = frozenset()
     """Workers that `catch_up` leaves alone, because an update to them has failed."""
     is_awaited: Callable[[], bool] = lambda: False
     """Whether another refit waits for this one; then it takes no more joiners along."""
     record: Callable[[int, str], None] | None = None
     """Records for other processes which weights a version names."""
-    workers: dict[int, WorkerRefit] = field(default_factory=dict)
     is_claimed: bool = False
     """Whether the version belongs to this refit; before that, no worker was touched."""
+
+    @property
+    def plan(self) -> RefitPlan:
+        return self.roster.plan
+
+    @property
+    def workers(self) -> dict[int, WorkerRefit]:
+        """All workers that this refit has seen, by instance id."""
+        return self.roster.workers
 
     async def run(self) -> RefitReport:
         """Move all workers to the version; raise unless every live worker serves it."""
@@ -92,7 +86,7 @@ class Refit:
                 "Refit with mode pause-all or in-flight.",
             )
         async with self._discard_afterwards():
-            workers = await self._list_and_preflight()
+            workers = await self.roster.list_and_preflight()
             self._check_mode(workers)
             self._claim()
             workers = await self._keep_current(workers)
@@ -117,7 +111,7 @@ class Refit:
         await self.plan.update.prepare()
         self.plan.versions.check_identity(self.plan.version, self.plan.update.identity)
         # The versions were read a moment ago, with a listing.
-        behind = await self._list_behind(self.skip, fresh=False)
+        behind = await self.roster.list_behind(self.skip, fresh=False)
         if not behind:
             return report  # those that are behind are to be skipped, or not ready
         moves: list[asyncio.Task[bool]] = []
@@ -146,7 +140,7 @@ class Refit:
 
     async def _move_joiner(self, behind: WorkerRefit) -> bool:
         """Move a worker that is behind; return whether it was there and ready."""
-        ready = await self._preflight([behind])
+        ready = await self.roster.preflight([behind])
         await self._ask_for_reference(ready)
         if ready:
             await self._move(ready, is_first_pass=False)
@@ -156,97 +150,15 @@ class Refit:
         """Return workers that have joined since the last listing and are behind; none if a refit
         waits for this one to end."""
         before = set(self.workers)
-        if self.is_awaited() or not await self.membership.has_changed():
+        if self.is_awaited() or not await self.roster.membership.has_changed():
             return []
         try:
-            behind = await self._list_behind(self.skip)
+            behind = await self.roster.list_behind(self.skip)
         except RollwayError:  # the frontend is busy, and will be asked again
             return []
         return [worker for worker in behind if worker.instance_id not in before]
 
     # --- before any worker is touched --------------------------------------------------------
-
-    async def _list_and_preflight(self) -> list[WorkerRefit]:
-        """Have all workers check and stage the update; return those that can be moved. If all of
-        them are still starting, wait for one: supervisors label workers that are ready."""
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            workers = await self._try_preflight()
-            is_starting = any(w.report.state == "joining" for w in self.workers.values())
-            if workers or not is_starting or time.monotonic() > deadline:
-                return workers
-            await asyncio.sleep(0.5)
-
-    async def _try_preflight(self) -> list[WorkerRefit]:
-        known = await self.membership.confirm()
-        if known is not None:
-            # Everybody is known, so no listing need wait for busy workers: the preflight itself
-            # shows who answers.
-            workers = [self._track(worker) for worker in known]
-            failures = await collect_failures(workers, WorkerRefit.preflight)
-            for _, error in failures:
-                if not isinstance(error, AdminError):
-                    raise error
-            if not failures:
-                return _list_ready(workers)
-        workers = await self._list_answering()
-        for worker in self.workers.values():
-            is_listed = worker in workers or worker.report.state != "untouched"
-            if not is_listed and await self.membership.has_died(worker.worker):
-                worker.report.state = "gone"  # since the beginning, and discovery knows it already
-        return await self._preflight(workers)
-
-    async def _list_answering(self) -> list[WorkerRefit]:
-        """Return the workers once all of them answer.
-
-        A silent worker cannot be left out: it may be hung, still hold the old version and answer
-        requests later. So it must answer, be dead, or be replaced."""
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            listed = await self.membership.workers(fresh=True)
-            silent = [worker for worker in listed if worker.error is not None]
-            # An empty list is final only if there never was a worker: a frontend that restarts
-            # lists none for a moment.
-            if not listed and not self.plan.versions.by_worker:
-                break
-            if listed and not silent:
-                return [self._track(worker) for worker in listed]
-            # The frontend lists a dead worker for about 10 s. There is no need to wait for that,
-            # but somebody must be left, and every silent worker must be known to be dead.
-            dead = [worker for worker in silent if await is_dead(worker, listed)]
-            if len(dead) == len(silent) < len(listed):
-                for worker in dead:
-                    self._track(worker).report.state = "gone"
-                return [self._track(worker) for worker in listed if worker.error is None]
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.5)
-        if not listed:
-            raise no_workers_error(self.membership.source)
-        # They hang. A supervisor can replace them; the successors join during a later pass.
-        for worker in silent:
-            if not await self._track(worker).replace():
-                raise silent_workers_error(silent, len(listed))
-        return [self._track(worker) for worker in listed if worker.error is None]
-
-    def _track(self, worker: Worker) -> WorkerRefit:
-        tracked = self.workers.get(worker.instance_id)
-        if tracked is None:
-            report, is_supervised = WorkerReport(worker.instance_id), self.supervised(worker)
-            tracked = WorkerRefit(self.plan, worker, report, is_supervised=is_supervised)
-            self.workers[worker.instance_id] = tracked
-        tracked.service.worker = worker  # as it was last listed
-        return tracked
-
-    async def _preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
-        """Have every worker check and stage the update; raise if one refuses. Return those that
-        are alive and ready."""
-        for worker, error in await collect_failures(workers, WorkerRefit.preflight):
-            is_silent = isinstance(error, AdminError)
-            if not (is_silent and await self.membership.has_died(worker.worker)):
-                raise error
-            worker.report.state = "gone"
-        return _list_ready(workers)
 
     def _check_mode(self, workers: Sequence[WorkerRefit]) -> None:
         """Raise if a worker cannot keep requests and name the versions of their tokens."""
@@ -289,7 +201,7 @@ class Refit:
         if all(worker.verifies_itself for worker in behind):
             return
         ids = self.plan.versions.list_serving(self.plan.version)
-        listed = await self.membership.workers()
+        listed = await self.roster.membership.workers()
         serving = [w for w in listed if w.instance_id in ids and w.error is None]
         if serving:
             await canaries.use_as_reference(serving[0])
@@ -320,7 +232,7 @@ class Refit:
                 if not self.plan.versions.list_serving(self.plan.version):
                     # The other groups would fail as well: they had better serve the old version.
                     raise AdminError("None of the first workers loaded the new weights.")
-            workers = await self._list_joined()
+            workers = await self.roster.list_joined()
             if workers and not self.plan.update.repeatable:
                 raise AdminError(
                     f"{len(workers)} workers joined too late for an update that cannot be "
@@ -365,39 +277,6 @@ class Refit:
 
     # --- afterwards ----------------------------------------------------------------------------
 
-    async def _list_behind(
-        self, skip: Iterable[int] = (), *, fresh: bool = True
-    ) -> list[WorkerRefit]:
-        """Return workers that are not on the version and that this refit has not touched."""
-        # Versions only go up: a worker on a newer one is not behind.
-        served, version = self.plan.versions.by_worker, self.plan.version
-        excluded = {*(worker for worker, has in served.items() if has >= version), *skip}
-        for instance, worker in self.workers.items():
-            if worker.report.state not in PENDING:
-                excluded.add(instance)
-        listed = await self.membership.workers(fresh=fresh)
-        behind = [w for w in listed if w.error is None and w.instance_id not in excluded]
-        return [self._track(worker) for worker in behind]
-
-    async def _list_joined(self) -> list[WorkerRefit]:
-        """Return workers that joined during this refit and must be moved. A new worker that does
-        not answer makes the refit fail, since nobody knows what it serves."""
-        touched = {i for i, w in self.workers.items() if w.report.state not in PENDING}
-        known = await self.membership.confirm()
-        if known is not None and touched.issuperset(worker.instance_id for worker in known):
-            return []  # a listing would wait for workers that are busy again
-        behind = await self._list_behind()
-        listed = await self.membership.workers()
-        for worker in listed:
-            is_new = worker.instance_id not in self.workers
-            if worker.error is not None and is_new and not await is_dead(worker, listed):
-                self._track(worker).report.error = worker.error
-        try:
-            behind = await self._preflight(behind)
-        except UsageError as error:
-            raise AdminError(error.message, error.hint) from error
-        return [worker for worker in behind if not worker.note_if_current()]
-
     def _check_outcome(self, report: RefitReport) -> None:
         """Raise unless every live worker is on the version."""
         good = ("serving", "gone", "replaced", "joining")
@@ -425,11 +304,6 @@ class Refit:
                     log.warning("%s may keep staged weights: %s", worker.worker, error)
         except TimeoutError:
             log.warning("staged weights could not be discarded within %g s", DISCARD_SECONDS)
-
-
-def _list_ready(workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
-    """Return the workers that are alive and, where a supervisor labels them, labelled."""
-    return [worker for worker in workers if worker.report.state not in ("gone", "joining")]
 
 
 def _get_role(worker: WorkerRefit) -> str:

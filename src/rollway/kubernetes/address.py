@@ -101,6 +101,8 @@ class Forwarder:
         self._runner: web.AppRunner | None = None
         self._pods: dict[str, str] = {}
         """The names of the graph's pods by their addresses."""
+        self._strangers: set[str] = set()
+        """Addresses that no pod of the graph had when it was looked for."""
         self._read = 0.0
         self.url = ""
 
@@ -179,7 +181,8 @@ class Forwarder:
 
     async def _find_pod(self, address: str) -> str | None:
         # A new worker's pod is not known yet; a stranger's address must not list pods all the time.
-        if address not in self._pods and time.monotonic() - self._read > 1.0:
+        is_due = address not in self._strangers or time.monotonic() - self._read > 1.0
+        if address not in self._pods and is_due:
             self._read = time.monotonic()
             pods = await asyncio.to_thread(_list_pods, self._cluster, self._graph)
             self._pods = {
@@ -187,6 +190,7 @@ class Forwarder:
                 for pod in pods
                 if pod.get("status", {}).get("podIP")
             }
+            self._strangers = ({*self._strangers, address}) - self._pods.keys()
         return self._pods.get(address)
 
 

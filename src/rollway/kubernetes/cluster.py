@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollway.errors import ClusterError, Conflict
+from rollway.errors import Conflict, Gone
 from rollway.kubernetes.connection import (
     READ_SECONDS,
     Connection,
@@ -38,9 +38,13 @@ _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DE
 class Cluster:
     """One namespace of a cluster, with the caller's credentials. Threads may share it."""
 
-    def __init__(self, connection: Connection, namespace: str) -> None:
+    def __init__(
+        self, connection: Connection, namespace: str, fence: Callable[[], object] = lambda: None
+    ) -> None:
         self.connection = connection
         self.namespace = namespace
+        self.fence = fence
+        """Called before every write; it raises where this process may not write any more."""
 
     @classmethod
     def connect(
@@ -61,7 +65,11 @@ class Cluster:
 
     def in_namespace(self, namespace: str) -> Cluster:
         """Return the same cluster with another namespace; both share connections and counts."""
-        return Cluster(self.connection, namespace)
+        return Cluster(self.connection, namespace, self.fence)
+
+    def fenced(self, fence: Callable[[], object]) -> Cluster:
+        """Return the same cluster, which calls `fence` before every write."""
+        return Cluster(self.connection, self.namespace, fence)
 
     @property
     def in_cluster(self) -> bool:
@@ -181,6 +189,8 @@ class Cluster:
             ClusterError: the API server itself does not answer.
         """
         headers = {"Content-Type": "application/json", "Accept": "*/*"}
+        if method != "GET":
+            self.fence()
         if self.in_cluster:
             return self._ask_directly(service, port, path, method, body, headers, seconds)
         self.connection.count("proxy", SERVICE)
@@ -283,6 +293,7 @@ class Cluster:
         Raises:
             Conflict: the object is no longer at `resource_version`. Also possible if the answer to
                 a patch that succeeded was lost: read the object again.
+            Gone: there is no such object.
         """
         merged: dict[str, Any] = dict(body)
         if resource_version is not None:
@@ -307,20 +318,24 @@ class Cluster:
         name: str,
         *,
         uid: str | None = None,
+        resource_version: str | None = None,
         propagation: str = "Background",
         grace_seconds: int | None = None,
     ) -> bool:
-        """Delete an object; return False if there is none. With `uid`, only that very object.
+        """Delete an object; return False if there is none. With `uid`, only that very object, with
+        `resource_version` only if nobody has changed it.
 
         Raises:
-            Conflict: the object of that name has another uid.
+            Conflict: the object of that name is another one, or has changed.
         """
         body: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "propagationPolicy": propagation,
         }
-        body |= {"preconditions": {"uid": uid}} if uid else {}
+        expected = {"uid": uid, "resourceVersion": resource_version}
+        expected = {key: value for key, value in expected.items() if value}
+        body |= {"preconditions": expected} if expected else {}
         body |= {} if grace_seconds is None else {"gracePeriodSeconds": grace_seconds}
         return self._ask("DELETE", kind, name, body=body) is not None
 
@@ -340,6 +355,8 @@ class Cluster:
         accept: str = "application/json",
         wait: Callable[[float], object] = time.sleep,
     ) -> Any:
+        if method != "GET" and "dryRun" not in (query or {}):
+            self.fence()
         is_manifest = isinstance(body, dict) and "spec" in body and method in ("POST", "PATCH")
         subject = name or ((body or {}).get("metadata") or {}).get("name") or ""
         refusal = self._make_refusal(
@@ -364,8 +381,8 @@ class Cluster:
 
         return make
 
-    def _make_gone(self, kind: Kind, name: str) -> ClusterError:
-        return ClusterError(
+    def _make_gone(self, kind: Kind, name: str) -> Gone:
+        return Gone(
             f"{kind.kind} {name} in namespace {self.namespace} does not exist (any more).",
             "Somebody deleted it; `rollway k8s status` shows what is left.",
         )

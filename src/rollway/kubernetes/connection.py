@@ -42,7 +42,8 @@ class Connection:
         self.requests: Counter[tuple[str, str]] = Counter()
         """How often each (verb, plural) was asked, repeats included."""
         self.has_answered = False
-        self._served: set[Kind] = set()
+        self.served: set[Kind] = set()
+        """The kinds that the API server has answered for."""
         self._lock = threading.Lock()
 
     @property
@@ -122,7 +123,7 @@ class Connection:
         that was served is not missing.
         """
         if isinstance(error, KindMissing):
-            return kind in self._served
+            return kind in self.served
         return status in _RETRIED and isinstance(error, ClusterError)
 
     def count(self, verb: str, kind: Kind) -> None:
@@ -164,11 +165,11 @@ class Connection:
                     raise
                 continue
             if status < 300:
-                self._served.add(template.kind)
+                self.served.add(template.kind)
                 return json.loads(answer) if answer else {}
             refusal = make_refusal(status, answer)
             if refusal.says_not_found:
-                self._served.add(template.kind)
+                self.served.add(template.kind)
                 return None
             refused = explain(refusal)
             may_repeat = self.may_answer_later(status, refused, template.kind)

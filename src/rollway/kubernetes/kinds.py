@@ -59,6 +59,7 @@ EVENT = Kind("", "v1", "events", "Event")
 NODE = Kind("", "v1", "nodes", "Node", namespaced=False)
 NAMESPACE = Kind("", "v1", "namespaces", "Namespace", namespaced=False)
 DEPLOYMENT = Kind("apps", "v1", "deployments", "Deployment")
+LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
 ROLE = Kind("rbac.authorization.k8s.io", "v1", "roles", "Role")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 CRD = Kind(
@@ -71,8 +72,8 @@ CRD = Kind(
 
 KINDS = (
     DGD, DGD_ALPHA, SCALING_ADAPTER, RAYJOB, RAYCLUSTER, POD, SERVICE, ENDPOINTS, CONFIG_MAP,
-    SECRET, SERVICE_ACCOUNT, CLAIM, QUOTA, EVENT, NODE, NAMESPACE, DEPLOYMENT, ROLE, ROLE_BINDING,
-    CRD,
+    SECRET, SERVICE_ACCOUNT, CLAIM, QUOTA, EVENT, NODE, NAMESPACE, DEPLOYMENT, LEASE, ROLE,
+    ROLE_BINDING, CRD,
 )  # fmt: skip
 
 

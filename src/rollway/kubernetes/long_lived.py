@@ -48,9 +48,19 @@ class ClusterRun:
         run = self._run
         if TRAINING not in run.infra.kuberay:
             raise UsageError("The infra file has no `kuberay.training`.", "Add it, or use `up`.")
+        with run.lease:
+            dashboard = self._start()
+        if run.options.wait:
+            self._wait_for_end(dashboard)
+        return run.result
+
+    def _start(self) -> Dashboard:
+        """Bring all up, and submit the driver."""
+        run = self._run
         run.keep_what_is_there()
         with run.undo_on_failure():
             owner = self._bring_up_training()
+            run.lease.give_to(owner)
             run.bring_up_deployments(owner)
             run.bring_up_graphs(owner)
             bring_up_roles(run, owner)
@@ -60,9 +70,7 @@ class ClusterRun:
             start_daemon(run, TRAINING, training)
             dashboard = find_dashboard(self._cluster, training)
             self._submit(dashboard)
-        if run.options.wait:
-            self._wait_for_end(dashboard)
-        return run.result
+        return dashboard
 
     def _bring_up_training(self) -> Object:
         run = self._run

@@ -76,6 +76,11 @@ def make_labels(run: str, key: str) -> dict[str, str]:
     return {**MANAGED, RUN_LABEL: run, KEY_LABEL: key}
 
 
+def name_lease(run: str) -> str:
+    """Return the name of the Lease that says which command acts on a run."""
+    return f"rollway-{run}"
+
+
 # --- names of others -----------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from rollway.kubernetes.kinds import (
     DEPLOYMENT,
     DGD,
     EVENT,
+    LEASE,
     POD,
     QUOTA,
     RAYCLUSTER,
@@ -63,6 +64,7 @@ USER = (
     Permission(RAYCLUSTER, _WRITE, "long-lived clusters"),
     Permission(DEPLOYMENT, _WRITE, "servers beside the training"),
     Permission(SERVICE, _WRITE, "their Services"),
+    Permission(LEASE, ("get", *_WRITE), "one command at a time acts on a run"),
     Permission(SCALING_ADAPTER, ("get", "patch"), "scale", "scale"),
     Permission(QUOTA, ("list",), "check"),
 )

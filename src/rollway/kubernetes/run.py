@@ -2,6 +2,7 @@
 
     rollway k8s run                       API server                 KubeRay and Dynamo's operator
 
+ 0  take the Lease of the run ──────────▶ Lease                      (lease.py)
  1  create RayJob, suspend: true ───────▶ RayJob ◀─────────────────  New, Initializing, Suspending,
  2  wait for Suspended ◀──────────────────┘                          Suspended (names are cleared)
  3  apply Deployments, wait for them ───▶ owned by the RayJob
@@ -11,7 +12,7 @@
  7  wait for the name, then the UID ◀──── RayCluster
  8  patch ownerReferences ──────────────▶ RayJob out, RayCluster in, in one step
  9  wait for the driver                   (driver.py: submit it if KubeRay forgets)
-10  wait until the job ends               (--wait)
+10  release the Lease, wait until the job ends (--wait)
 
 The RayJob owns everything from step 3 on, and asks for no pod before step 6: deleting it is the
 whole rollback, also for a CLI that was killed. Training waits for inference, and no GPU of it is
@@ -24,6 +25,7 @@ the start, then 3, 4, 5, the clusters of other roles with their daemons, and a s
 Promises, each with its test in tests/kubernetes:
 - A failure before the driver is submitted leaves no object of the run, the failing one included.
 - A second run of the same name takes up the first where it stands, or is refused. It never doubles.
+- One command acts on a run at a time (lease.py). One that was overtaken undoes nothing.
 - An object without the run's label is never changed or deleted.
 """
 
@@ -46,7 +48,7 @@ from rollway.kubernetes.long_lived import (
 from rollway.kubernetes.manifests import Manifests
 from rollway.kubernetes.spec import TRAINING, Infra
 from rollway.kubernetes.steps import Order, Run, RunOptions, RunResult
-from rollway.kubernetes.teardown import Report, take_down
+from rollway.kubernetes.teardown import Report
 from rollway.kubernetes.waits import Deadline, describe_state, wait_for
 
 
@@ -87,19 +89,27 @@ def bring_up(
 ) -> RunResult:
     """Bring up the servers of a run without its job; a failure takes back what this call made."""
     run = Run(cluster, infra, manifests, options, report, "up")
+    with run.lease:
+        _bring_up(run)
+    return run.result
+
+
+def _bring_up(run: Run) -> None:
+    clusters = run.manifests.clusters
     run.keep_what_is_there()
     with run.undo_on_failure():
         owner = None
-        if TRAINING in manifests.clusters:
-            [owner] = run.apply_all([manifests.clusters[TRAINING]], None)
+        if TRAINING in clusters:
+            [owner] = run.apply_all([clusters[TRAINING]], None)
+            run.lease.give_to(owner)
             run.result.ray_cluster = owner["metadata"]["name"]
         run.bring_up_deployments(owner)
         run.bring_up_graphs(owner)
         bring_up_roles(run, owner)
-        if owner is not None and options.wait:
+        if owner is not None and run.options.wait:
             name = owner["metadata"]["name"]
-            start_daemon(run, TRAINING, wait_until_provisioned(cluster, name, run.limits.driver))
-    return run.result
+            ready = wait_until_provisioned(run.cluster, name, run.limits.driver)
+            start_daemon(run, TRAINING, ready)
 
 
 class JobRun:
@@ -111,9 +121,18 @@ class JobRun:
         self._name: str = self._job["metadata"]["name"]
 
     def start(self) -> RunResult:
+        with self._run.lease:
+            self._start()
+        if self._run.options.wait:
+            self._wait_for_end()
+        return self._run.result
+
+    def _start(self) -> None:
+        """Bring all up, until the driver is submitted."""
         run = self._run
         if run.options.recreate:
-            take_down(self._cluster, run.name, timeout=self._limits.gone, report=run.report)
+            run.lease.regain()
+            run.take_down()
         if run.result.order == "suspended":
             live = self._start_suspended()
         else:
@@ -127,9 +146,6 @@ class JobRun:
             is_only = not self._job["spec"].get("backoffLimit")
             run.give_to(cluster if is_only else live, [live["metadata"]["uid"]] if is_only else [])
             self._ensure_driver(cluster["metadata"]["name"])
-        if run.options.wait:
-            self._wait_for_end()
-        return run.result
 
     def _start_suspended(self) -> Object:
         run = self._run
@@ -140,9 +156,11 @@ class JobRun:
             self._check_resumable(live)
             if not live["spec"].get("suspend"):
                 run.report(f"RayJob {self._name} has been resumed before; going on from there")
+                run.lease.give_to(live)
                 return live
             run.check_graphs(live)
         with run.undo_on_failure():
+            run.lease.give_to(live)
             live = wait_for(
                 self._cluster, RAYJOB, self._name, _decide_suspended,
                 timeout=self._limits.suspend, what="was not suspended", known=live,
@@ -169,6 +187,7 @@ class JobRun:
                 bring_up_roles(run, None)
             run.report(f"create RayJob {self._name}")
             live, _ = run.create_or_take_up(RAYJOB, self._job)
+            run.lease.give_to(live)
             run.finish("resumed")
         return live
 

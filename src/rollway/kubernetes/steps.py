@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from rollway.errors import Conflict, KindMissing, RollwayError, RunExists
+from rollway.errors import Conflict, KindMissing, LeaseLost, RollwayError, RunExists
 from rollway.kubernetes import gates
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.conversion import convert
 from rollway.kubernetes.drift import find_drift
 from rollway.kubernetes.driver import Driver
 from rollway.kubernetes.kinds import DGD, DGD_ALPHA, RAYJOB, Kind, Object, find_kind
+from rollway.kubernetes.lease import SECONDS, Lease
 from rollway.kubernetes.manifests import Manifests
 from rollway.kubernetes.names import KEY_LABEL, RUN_LABEL
 from rollway.kubernetes.owners import add_owner, move_owner
@@ -51,6 +52,8 @@ class Limits:
     driver: float = 3600.0
     """From the RayCluster's UID to a driver: its pods pull images first."""
     gone: float = 300.0
+    lease: float = SECONDS
+    """How long a command that is not heard of keeps others from the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,9 @@ class Run:
         report: Report,
         order: str,
     ) -> None:
-        self.cluster, self.infra, self.manifests = cluster, infra, manifests
+        self.lease = Lease(cluster, infra.name, options.limits.lease, report)
+        self.cluster = cluster.fenced(self.lease.fence)
+        self.infra, self.manifests = infra, manifests
         self.options, self.limits, self._report = options, options.limits, report
         self.name = infra.name
         self.result = RunResult(infra.name, cluster.namespace, order)
@@ -122,7 +127,7 @@ class Run:
         """Delete the run's objects if the block fails, however it fails."""
         try:
             yield
-        except RunExists:
+        except (RunExists, LeaseLost):
             raise  # that run is not this one's to undo
         except BaseException as error:
             words = self._roll_back()
@@ -131,18 +136,28 @@ class Run:
             raise
 
     def _roll_back(self) -> str:
-        self.report(f"roll back {self.name}")
         try:
-            take_down(
-                self.cluster, self.name, timeout=self.limits.gone, keep=self.keep,
-                report=self.report,
-            )  # fmt: skip
+            self.lease.regain()
+            self.report(f"roll back {self.name}")
+            self.take_down(keep=self.keep)
+            if not self.keep:
+                self.lease.discard()
+        except LeaseLost as error:
+            self.report(str(error))  # also where Ctrl-C leaves no room for it
+            return f"{error.message} Nothing was rolled back."
         except RollwayError as error:
             return (
                 f"The rollback failed as well: {error.message} "
                 f"`rollway k8s down {self.name}` tries again."
             )
         return f"Nothing of {self.name} was left behind."
+
+    def take_down(self, keep: Collection[str] = ()) -> None:
+        """Delete the run's objects, and wait until they are gone; the Lease stays."""
+        take_down(
+            self.cluster, self.name, timeout=self.limits.gone, keep=keep, keep_lease=True,
+            report=self.report,
+        )  # fmt: skip
 
     def keep_what_is_there(self) -> None:
         """Exempt the run's objects that exist from a rollback: long-lived ones have other users."""

@@ -18,6 +18,7 @@ from rollway.kubernetes.kinds import (
     DEPLOYMENT,
     DGD,
     DGD_ALPHA,
+    LEASE,
     POD,
     RAYCLUSTER,
     RAYJOB,
@@ -26,9 +27,11 @@ from rollway.kubernetes.kinds import (
     Object,
     find_kind,
 )
+from rollway.kubernetes.lease import Observation, wait_until_released
 from rollway.kubernetes.names import (
     KEY_LABEL,
     RUN_LABEL,
+    name_lease,
     select_pods,
     select_ray_pods,
     select_run,
@@ -89,24 +92,49 @@ def take_down(
     wait: bool = True,
     keep: Collection[str] = (),
     keys: Collection[str] = (),
+    keep_lease: bool = False,
     report: Report = lambda _: None,
 ) -> Removal:
     """Delete the objects of a run and wait until they, and the pods of graphs and Ray, are gone.
 
     `keep` has UIDs that stay, `keys` the values of the key label to which the deletion is limited.
+    A command that is still starting the run finds its objects gone, and ends: this is waited for,
+    and what it made meanwhile is deleted too. The Lease goes last, unless parts of the run stay or
+    `keep_lease` says that the caller holds it.
     """
     deadline, removal = Deadline(timeout), Removal(name)
-    chosen = list_targets(cluster, name, keep=keep, keys=keys)
-    for kind, body in chosen:
-        metadata = body["metadata"]
-        report(f"delete {kind.kind} {metadata['name']}")
-        # The UID: an object that took the name meanwhile is somebody else's.
-        with contextlib.suppress(Conflict):
-            cluster.delete(kind, metadata["name"], uid=metadata["uid"])
-        removal.deleted.append(f"{kind.kind} {metadata['name']}")
-    if wait:
-        _wait_until_gone(cluster, chosen, deadline, report)
-    return removal
+    goes_whole = not (keep or keys or keep_lease)
+    lease = cluster.get(LEASE, name_lease(name)) if goes_whole else None
+    while True:
+        chosen = list_targets(cluster, name, keep=keep, keys=keys)
+        for kind, body in chosen:
+            metadata = body["metadata"]
+            report(f"delete {kind.kind} {metadata['name']}")
+            # The UID: an object that took the name meanwhile is somebody else's.
+            with contextlib.suppress(Conflict):
+                cluster.delete(kind, metadata["name"], uid=metadata["uid"])
+            removal.deleted.append(f"{kind.kind} {metadata['name']}")
+        if wait:
+            _wait_until_gone(cluster, chosen, deadline, report)
+        if lease is None or not (wait or Observation().judge(lease) == "free"):
+            return removal
+        left = wait_until_released(cluster, name, deadline.left, report)
+        if left is None or _has_deleted(cluster, left, lease):
+            return removal
+        lease = left  # its holder may have made objects in between
+
+
+def _has_deleted(cluster: Cluster, lease: Object, before: Object) -> bool:
+    """Delete a Lease that nobody holds, unless somebody has held it since `before`."""
+    version = before["metadata"]["resourceVersion"]
+    if lease["metadata"]["resourceVersion"] != version:
+        return False
+    try:
+        name, uid = lease["metadata"]["name"], lease["metadata"]["uid"]
+        cluster.delete(LEASE, name, uid=uid, resource_version=version)
+    except Conflict:
+        return False
+    return True
 
 
 def _wait_until_gone(

@@ -1,10 +1,10 @@
-"""Watches that do not end: `watch` lists the objects of a kind and then yields every change.
+"""Watches that do not end: what there is of a kind, and then every change.
 
-     list ──► ADDED for each ──► watch from the list's version ──► ADDED, MODIFIED, DELETED
-      ▲                            │        │
-      │ 410: the version is too    │        └─ closed or broken (an API server that restarts): again
-      └─ old. What vanished        │           from the last version, which bookmarks keep fresh
-         meanwhile is DELETED  ◄───┘
+     watch ──► ADDED for each that is there, then ADDED, MODIFIED, DELETED
+       │ ▲
+       │ └─ closed or broken (an API server that restarts): again from the last version, which
+       │    bookmarks keep fresh
+       └─ 410, the version is too old: list. What vanished meanwhile is DELETED
 
 A request follows another after a second at the earliest. An API server that stays away for longer
 than `PATIENCE_SECONDS` ends the watch with an error.
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ROUND_SECONDS = 240
 """After this the server ends a watch, and the next goes on from its last version."""
 MIN_SECONDS = 1.0
+FENCE_SECONDS = 1.0
 _GONE = 410
 
 
@@ -101,21 +102,25 @@ class Watch:
         self._known: dict[str, Object] = {}
         """What was yielded and not deleted, by name: only what a DELETED needs."""
         objects, self._version = start or ((), selection.since)
+        self._is_complete = bool(self._version)
+        """Whether all up to the version was yielded. A watch that begins without a version yields
+        what is there in any order, and the first bookmark says that this is done."""
         for entry in objects:
             self._remember(entry)
 
     def __iter__(self) -> Iterator[Change]:
         threading.Thread(target=self._hang_up, daemon=True).start()
-        pauses = Pauses(self._connection)
+        pauses, must_list = Pauses(self._connection), False
         while not self._stop.is_set():
             begun, self._is_connected = time.monotonic(), False
-            if not self._version:
+            if must_list:
                 yield from self._list()  # repeats its request itself
+                must_list = False
             try:
                 yield from self._follow()
                 pauses = Pauses(self._connection)
             except _Expired:
-                self._version = ""
+                must_list = True
             except Unavailable:
                 if self._stop.is_set():
                     return
@@ -125,6 +130,7 @@ class Watch:
                 if pause is None:
                     raise
                 self._stop.wait(pause)
+            must_list |= self._is_connected and not self._is_complete
             self._stop.wait(max(0.0, MIN_SECONDS - (time.monotonic() - begun)))
 
     def _list(self) -> Iterator[Change]:
@@ -142,18 +148,19 @@ class Watch:
             word = "MODIFIED" if name in self._known else "ADDED"
             self._remember(entry)
             yield Change(word, entry)
-        self._version = version
+        self._version, self._is_complete = version, True
 
     def _follow(self) -> Iterator[Change]:
-        """Yield changes from the last version on, until the server ends the round."""
+        """Yield changes from the last version on, until the server ends the round; without one
+        also what is there."""
         selection = self._selection
         query: dict[str, Any] = {
             **selection.query,
             "watch": "true",
             "allowWatchBookmarks": "true",
-            "resourceVersion": self._version,
             "timeoutSeconds": ROUND_SECONDS,
         }
+        query |= {"resourceVersion": self._version} if self._is_complete else {}
         self._connection.count("watch", selection.kind)
         response = self._connection.send(
             "GET",
@@ -165,6 +172,7 @@ class Watch:
         if response.status != 200:
             self._refuse(response.status, self._connection.read(response))
         self._response, self._is_connected = response, True
+        self._connection.served.add(selection.kind)
         if not self._stop.is_set():
             for line in self._connection.read_lines(response):
                 if self._stop.is_set():
@@ -175,6 +183,7 @@ class Watch:
                     self._refuse(int(status.get("code") or 500), json.dumps(status).encode())
                 self._version = event["object"]["metadata"]["resourceVersion"]
                 if event["type"] == "BOOKMARK":
+                    self._is_complete = True
                     continue
                 if event["type"] == "DELETED":
                     self._known.pop(event["object"]["metadata"]["name"], None)
@@ -219,6 +228,7 @@ class Follower:
             queue.SimpleQueue()
         )
         self._stop = threading.Event()
+        self._fence = cluster.fence
         self._threads = [
             threading.Thread(target=self._run, args=(cluster, selection), daemon=True)
             for selection in selections
@@ -235,11 +245,18 @@ class Follower:
             thread.join(5.0)  # one that waits for a server that hangs ends with the process
 
     def take(self, timeout: float) -> tuple[Selection, Change] | None:
-        """Return the next change, or None after `timeout` seconds; raise what ended a watch."""
-        try:
-            item = self._queue.get(timeout=max(0.0, timeout))
-        except queue.Empty:
-            return None
+        """Return the next change, or None after `timeout` seconds; raise what ended a watch, or
+        what the cluster's fence says: who may not act any more need not wait."""
+        end = time.monotonic() + timeout
+        while True:
+            left = max(0.0, end - time.monotonic())
+            try:
+                item = self._queue.get(timeout=min(left, FENCE_SECONDS))
+                break
+            except queue.Empty:
+                if left <= FENCE_SECONDS:
+                    return None
+                self._fence()
         if isinstance(item, RollwayError):
             raise item
         return item

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollway.fleet import membership
 from rollway.versions import FleetVersions
 from tests.unit.fleet.refit_machine import RefitMachine, machine
 from tests.unit.fleet.sim_fleet import SimWorker
@@ -33,6 +34,59 @@ def test_a_joiner_is_admitted_beside_one_that_takes_long() -> None:
         assert slow.label != 1
         m.time_passes(2 * SLOW)
         assert slow.label == 1
+        m.settles()
+
+
+def test_who_joins_during_an_admission_is_found_in_a_moment() -> None:
+    with machine(verifying=True, staging=True) as m:
+        start_slow_admission(m)
+        steps = 0
+        for _ in range(6):  # each as soon as the one before it serves
+            joiner = m.world.join()
+            joiner.load_seconds = 0.02
+            while joiner.label != 1 and steps < 100:
+                m.time_passes(0.1)
+                steps += 1
+        assert steps <= 45  # with a look every second it would be 56
+        m.time_passes(2 * SLOW)
+        m.settles()
+
+
+def test_who_joins_after_an_admission_is_found_in_a_moment() -> None:
+    with machine(verifying=True, staging=True) as m:
+        process, m.tried = m.processes[0], 1
+        assert m.loop.run_until_complete(process.refit(1)) == "done"
+        watching = m.loop.create_task(process.fleet.watch())
+        m.time_passes(20.0)
+        steps = 0
+        for _ in range(4):  # each some time after the one before it serves
+            joiner = m.world.join()
+            joiner.load_seconds = 0.02
+            while joiner.label != 1 and steps < 100:
+                m.time_passes(0.1)
+                steps += 1
+            m.time_passes(1.3)
+        assert steps <= 35  # with a look every second it would be 45
+        watching.cancel()
+        m.settles()
+
+
+def test_a_worker_that_no_listing_shows_is_listed_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A listing makes the frontend ask all workers, so looks must not cause one each."""
+    with machine(verifying=True, staging=True) as m:
+        start_slow_admission(m)
+
+        async def look(*_: object) -> frozenset[int]:
+            return frozenset({*(await m.world.instances() or ()), 99})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(membership, "list_instances", look)
+            before = m.world.listings
+            m.time_passes(5.0)
+            assert 4 <= m.world.listings - before <= 6
+        m.time_passes(2 * SLOW)
         m.settles()
 
 

@@ -217,6 +217,20 @@ async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:
     assert seen == [1, 1] and rollouts.in_flight == 0
 
 
+async def test_an_answer_of_a_joiner_that_is_refitted_while_it_is_asked_does_not_count() -> None:
+    """It answered with the weights that it started with, and now names the version it has since."""
+    versions, joiner = make_versions(), 77
+
+    async def still_serves(*_: Any) -> bool:
+        versions.mark_issued(joiner)
+        versions.mark_entered(joiner, 1)
+        versions.mark_serving(joiner, 1)
+        return True
+
+    rollouts = Rollouts(Scripted(), "http://f", "m", versions, still_serves=still_serves)
+    assert not await rollouts._has_version(versions.ticket(), joiner)
+
+
 async def test_a_migrated_answer_names_no_worker() -> None:
     """The new worker counts the tokens of the dead worker as prompt."""
     http = Scripted(make_answer([5, 6, 7], 3, extra=2))
