@@ -31,13 +31,10 @@ from rollway.versions import FleetVersions, Ticket
 
 
 class NaiveBook(FleetVersions):
-    """Attributes every answer to the current version."""
+    """Sends every request without a taint and without a salt."""
 
     def ticket(self, version: int | None = None) -> Ticket:
         return Ticket(self.current, None, None, self.epoch)
-
-    def attributes_to(self, ticket: Ticket, worker: int | None) -> bool:
-        return True
 
 
 class NaiveRollouts(Rollouts):

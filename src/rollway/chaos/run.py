@@ -189,9 +189,8 @@ class Chaos:
         self.joiner = Joiner(self.target, http)
         self.injector = Injector(self.target, http, self._join)
         self.fleet.observer = self.injector.on_step
-        is_apart = self.spec.models[0].serving == "disaggregated"
         rollouts: Rollouts | prime_rl.Server = self.stack.sender(
-            NaiveRollouts if self.options.unprotected and is_apart else Rollouts,
+            NaiveRollouts if self.options.unprotected else Rollouts,
             timeout=self.options.hang_seconds - 10,
             patience=PATIENCE_SECONDS,
         )
