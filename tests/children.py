@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,24 @@ def start_child(code: str, *arguments: str, **options: Any) -> tuple[subprocess.
     )
     assert child.stdout is not None
     return child, child.stdout.readline().rstrip("\n")
+
+
+@contextmanager
+def run_server(*arguments: str, is_stopped: bool = True) -> Iterator[dict[str, Any]]:
+    """Run a command that serves; yield the line that it prints. At the end stop it, or wait until
+    it ends by itself."""
+    command = [sys.executable, "-m", "rollway.cli", *arguments, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("{"), f"rollway {arguments[0]} did not start"
+            yield json.loads(line)
+            if is_stopped:
+                process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 class JsonChild:

@@ -3,11 +3,6 @@ OpenAI client talks about stands there by session, token by token, with the vers
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +11,12 @@ import pytest
 
 import rollway
 from rollway.http import Http
+from tests.children import run_server
 from tests.light.spec import light
 from tests.observe.browser import needs_chromium, open_browser
 from tests.stack.policies import Policy
 
 pytestmark = [pytest.mark.stack, needs_chromium]
-
-
-@contextmanager
-def run(*arguments: str) -> Iterator[dict[str, Any]]:
-    """Run a command that serves; yield the line that it prints, and stop it."""
-    command = [sys.executable, "-m", "rollway.cli", *arguments, "--port", "0", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            assert line.startswith("{"), f"rollway {arguments[0]} did not start"
-            yield json.loads(line)
-            process.terminate()
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
 
 
 async def say(client: openai.AsyncOpenAI, messages: list[Any]) -> None:
@@ -53,7 +33,7 @@ async def test_conversations_of_a_live_gateway_are_shown_as_they_go_on(
         rollway.up({**light(base_model, "spoken"), "observe": {"interval_seconds": 0.5}}) as stack,
         open_browser() as browser,
     ):
-        with run("gateway", "spoken") as gateway, run("dash", "spoken") as dash:
+        with run_server("gateway", "spoken") as gateway, run_server("dash", "spoken") as dash:
             page = await browser.open(dash["url"])
             await page.wait_for("document.body?.dataset.ready === 'yes'")
             await page.run("document.querySelector('#conversations summary').click()")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +18,7 @@ from ray.util import get_node_ip_address
 import rollway
 from rollway.observe.doctor import CHECKS
 from rollway.stack.ray import launcher
+from tests.children import run_server
 from tests.conftest import Cli
 from tests.observe.prometheus import Prometheus, needs_prometheus, open_prometheus
 from tests.ray.clusters import on_ray
@@ -39,24 +38,6 @@ def start(base_model: Path, name: str) -> Iterator[tuple[rollway.Stack, str]]:
     """Run four workers on two nodes; yield the stack, and what a user calls it."""
     with rollway.up({**on_ray(base_model, name, 4), "observe": OFTEN}) as stack:
         yield stack, launcher.resolve_on_cluster()
-
-
-@contextmanager
-def run(*arguments: str, is_stopped: bool = True) -> Iterator[dict[str, Any]]:
-    """Run a command that serves; yield the line that it prints. At the end stop it, or wait until
-    it ends by itself."""
-    command = [sys.executable, "-m", "rollway.cli", *arguments, "--port", "0", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            assert line.startswith("{"), f"rollway {arguments[0]} did not start"
-            yield json.loads(line)
-            if is_stopped:
-                process.terminate()
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
 
 
 @needs_prometheus
@@ -88,7 +69,7 @@ def test_prometheus_scrapes_both_nodes_until_the_stack_ends(
     with ExitStack() as exporter, start(base_model, "scraped-wide") as (stack, name):
         export = ("observe", "export", "prometheus", name, "--out", str(tmp_path), "--follow")
         # Left after the stack: it has to end by itself.
-        following = run(*export, "--seconds", "0.5", is_stopped=False)
+        following = run_server(*export, "--seconds", "0.5", is_stopped=False)
         assert exporter.enter_context(following)["url"].endswith("/metrics")
         assert targets.is_file()
         asyncio.run(watch(stack))
@@ -116,7 +97,7 @@ def test_the_dashboard_shows_both_nodes_by_the_stacks_full_name(
 ) -> None:
     with start(base_model, "dashed-wide") as (stack, name):
         stack.refit(1, policies[1].path)
-        with run("dash", name) as printed:
+        with run_server("dash", name) as printed:
             assert printed["shows"] == name
 
             def read_fleet() -> list[dict[str, Any]]:

@@ -29,7 +29,8 @@ POLL_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 """Between two questions whether somebody joined or left, which only the frontend answers."""
 CLOSE_LOOK_SECONDS, CLOSE_SECONDS = 0.2, 10.0
-"""The same, and for how long, after somebody has joined: more may follow."""
+"""The same, during an admission and for how long after a join: where one joins, more may follow. A
+look takes the frontend a millisecond."""
 DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)
 """The waits before each check whether a silent worker has died."""
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.admin import PauseMode, collect_failures, run_to_the_end
+from rollway.fleet.membership import CLOSE_LOOK_SECONDS
 from rollway.fleet.report import RefitMode, RefitReport, refit_error
 from rollway.fleet.roster import Roster
 from rollway.fleet.stages import Stage, split_in_shares, split_in_stages
@@ -41,9 +42,6 @@ from rollway.fleet.worker_refit import RefitPlan, WorkerRefit
 log = logging.getLogger(__name__)
 
 MAX_PASSES = 3
-JOIN_SECONDS = 0.2
-"""Between two looks for workers that join during an admission: where one joins, more may follow. A
-look asks the frontend alone, and takes a millisecond."""
 LONGEST_JOIN_SECONDS = 60.0
 """For how long an admission takes joiners along; others that want the fleet wait meanwhile."""
 DISCARD_SECONDS = 10.0
@@ -121,7 +119,7 @@ class Refit:
                     while behind or any(not move.done() for move in moves):
                         report.passes += bool(behind)
                         moves += [asyncio.create_task(self._move_joiner(each)) for each in behind]
-                        await asyncio.wait(moves, timeout=JOIN_SECONDS)
+                        await asyncio.wait(moves, timeout=CLOSE_LOOK_SECONDS)
                         is_late = time.monotonic() - began > LONGEST_JOIN_SECONDS
                         behind = [] if is_late else await self._list_more()
                 except BaseException:

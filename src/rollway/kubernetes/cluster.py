@@ -67,7 +67,7 @@ class Cluster:
         """Return the same cluster with another namespace; both share connections and counts."""
         return Cluster(self.connection, namespace, self.fence)
 
-    def fenced(self, fence: Callable[[], object]) -> Cluster:
+    def add_fence(self, fence: Callable[[], object]) -> Cluster:
         """Return the same cluster, which calls `fence` before every write."""
         return Cluster(self.connection, self.namespace, fence)
 

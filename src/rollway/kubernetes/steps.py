@@ -100,7 +100,7 @@ class Run:
         order: str,
     ) -> None:
         self.lease = Lease(cluster, infra.name, options.limits.lease, report)
-        self.cluster = cluster.fenced(self.lease.fence)
+        self.cluster = cluster.add_fence(self.lease.fence)
         self.infra, self.manifests = infra, manifests
         self.options, self.limits, self._report = options, options.limits, report
         self.name = infra.name

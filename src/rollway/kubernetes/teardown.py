@@ -119,13 +119,13 @@ def take_down(
         if lease is None or not (wait or Observation().judge(lease) == "free"):
             return removal
         left = wait_until_released(cluster, name, deadline.left, report)
-        if left is None or _has_deleted(cluster, left, lease):
+        if left is None or _delete_lease(cluster, left, lease):
             return removal
         lease = left  # its holder may have made objects in between
 
 
-def _has_deleted(cluster: Cluster, lease: Object, before: Object) -> bool:
-    """Delete a Lease that nobody holds, unless somebody has held it since `before`."""
+def _delete_lease(cluster: Cluster, lease: Object, before: Object) -> bool:
+    """Delete a Lease that nobody holds, and return True, unless somebody has held it since."""
     version = before["metadata"]["resourceVersion"]
     if lease["metadata"]["resourceVersion"] != version:
         return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from rollway.fleet import membership
@@ -23,6 +25,15 @@ def start_slow_admission(m: RefitMachine) -> SimWorker:
     process.start(process.admit(), process.under_way)
     m.time_passes(1.0)
     return worker
+
+
+def start_watch(m: RefitMachine, seconds: float) -> asyncio.Task[None]:
+    """Refit, then watch the fleet for so long before anybody joins."""
+    process, m.tried = m.processes[0], 1
+    assert m.loop.run_until_complete(process.refit(1)) == "done"
+    watching = m.loop.create_task(process.fleet.watch())
+    m.time_passes(seconds)
+    return watching
 
 
 def test_a_joiner_is_admitted_beside_one_that_takes_long() -> None:
@@ -54,10 +65,7 @@ def test_who_joins_during_an_admission_is_found_in_a_moment() -> None:
 
 def test_who_joins_after_an_admission_is_found_in_a_moment() -> None:
     with machine(verifying=True, staging=True) as m:
-        process, m.tried = m.processes[0], 1
-        assert m.loop.run_until_complete(process.refit(1)) == "done"
-        watching = m.loop.create_task(process.fleet.watch())
-        m.time_passes(20.0)
+        watching = start_watch(m, 20.0)
         steps = 0
         for _ in range(4):  # each some time after the one before it serves
             joiner = m.world.join()
@@ -118,10 +126,7 @@ def test_no_joiner_is_taken_along_while_a_refit_waits() -> None:
 
 def test_a_watch_notices_a_joiner_within_a_second() -> None:
     with machine(verifying=True, staging=True) as m:
-        process, m.tried = m.processes[0], 1
-        assert m.loop.run_until_complete(process.refit(1)) == "done"
-        watching = m.loop.create_task(process.fleet.watch())
-        m.time_passes(6.0)
+        watching = start_watch(m, 6.0)
         listings = m.world.listings
         m.time_passes(1.5)
         assert m.world.listings == listings  # nobody joined, so nobody is probed

@@ -217,7 +217,7 @@ class Workers:
         return self._names
 
     def as_json(self) -> list[dict[str, Any]]:
-        sampled = self._find_sampled()
+        sampled = self._find_newest()
         rows = []
         for row in self._rows.values():
             own = sampled.get(row["name"], {})
@@ -227,7 +227,7 @@ class Workers:
             rows.append({**row, **columns, "hits": hits})
         return rows
 
-    def _find_sampled(self) -> dict[str, dict[str, float]]:
+    def _find_newest(self) -> dict[str, dict[str, float]]:
         """Return the newest values of each worker that are not too old, by metric."""
         oldest = self._last_sample - STALE_SECONDS
         sampled: dict[str, dict[str, float]] = {}
