@@ -175,16 +175,21 @@ def check_remains() -> Iterator[Finding]:
     if files := remains.list_shared_memory():
         size = f"{remains.count_bytes(files) / 1e6:,.1f} MB in shared memory"
         text = f"{size} of processes that are gone: {_name(files)}"
-        yield Finding("shared memory", "warning", text, f"Remove it: rm -r {_name(files)}")
+        yield Finding("shared memory", "warning", text, f"Remove it: rm -r {_join(files)}")
     if directories := remains.list_run_dirs():
         text = f"directories of runs that are gone: {_name(directories)}"
-        yield Finding("run directories", "warning", text, f"Remove: rm -r {_name(directories)}")
+        yield Finding("run directories", "warning", text, f"Remove: rm -r {_join(directories)}")
 
 
 def _name(paths: Sequence[Path]) -> str:
-    """Name paths, the first of many; Rollway chose their names, so a shell can take them."""
-    shown = " ".join(map(str, paths[:4]))
+    """Name paths, the first of many."""
+    shown = _join(paths[:4])
     return shown if len(paths) <= 4 else f"{shown} and {len(paths) - 4} more"
+
+
+def _join(paths: Sequence[Path]) -> str:
+    """Return paths for a shell, which takes them as they are: Rollway chose their names."""
+    return " ".join(map(str, paths))
 
 
 def _check_directories() -> Iterator[Finding]:

@@ -129,3 +129,12 @@ def test_weights_and_adapters_of_dead_writers_are_found(own_machine: Path, dead_
     assert remains.count_bytes([*dead, home]) == 150
     (finding,) = doctor.check_remains()
     assert finding.check == "shared memory" and str(dead[0]) in finding.advice
+
+
+def test_the_command_that_removes_them_names_each_of_many(own_machine: Path) -> None:
+    directories = [own_machine / make_run_dir_name(f"{n}" * 8, os.getuid()) for n in range(6)]
+    for directory in directories:
+        directory.mkdir()
+        os.utime(directory, (0, 0))
+    (finding,) = doctor.check_remains()
+    assert finding.advice == f"Remove: rm -r {' '.join(map(str, directories))}"
