@@ -24,6 +24,7 @@ from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
 from rollway.rollout.client import Rollout
+from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import all_or_none
 from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.weights.checkpoint import check_checkpoint
@@ -202,6 +203,37 @@ async def test_03_each_token_of_a_rollout_has_its_version(
         assert rollout.weight_version == rollout.spans[0].version
         assert_exact(policies, rollout)
     assert versions in [[span.version for span in r.spans] for r in rollouts]
+
+
+@pytest.mark.parametrize("mode", ["pause-all", "rolling", "in-flight", "keep"])
+async def test_03_rollouts_continue_with_nothing_else_running(
+    client: Stack, policies: list[Policy], mode: RefitMode, brake_file: Path, move: Move
+) -> None:
+    """Frozen requests stood still on a GPU until somebody sent another one. The brake makes pauses
+    end as there; tests/device/test_modes.py is the same on a GPU."""
+    before = (await move(client))[0]
+    prompts, sampling = [fresh_prompt() for _ in range(12)], Sampling(200, ignore_eos=True)
+    rollouts = client.rollouts()
+
+    async def stream(prompt: list[int]) -> list[Rollout]:
+        return [
+            part async for part in rollouts.stream(prompt, sampling) if isinstance(part, Rollout)
+        ]
+
+    async def run() -> list[list[Rollout]]:
+        generated = rollouts.generate_batch(prompts[:6], sampling)
+        batch, *streams = await asyncio.gather(generated, *map(stream, prompts[6:]))
+        return [*batch, *streams]
+
+    with slowed(brake_file):
+        running = await under_way(client, run())
+        version = (await move(client, mode))[0]
+        ended = flat(await asyncio.wait_for(running, 60.0))
+    assert [len(rollout.token_ids) for rollout in ended] == [200] * len(prompts)
+    for rollout in ended:
+        assert_exact(policies, rollout)
+    if mode in ("in-flight", "keep"):
+        assert [before, version] in [[span.version for span in r.spans] for r in ended]
 
 
 # --- 4, 5, 6: checkpoints that cannot be served ---------------------------------------------------

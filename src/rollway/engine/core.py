@@ -254,7 +254,7 @@ class Refit:
             setattr(self._engine, _LABEL_FIELD, self._version)
             if self._mode != "keep":
                 self._abort_others()
-            self._engine.resume_scheduler()
+            self._resume()
         except BaseException as error:  # noqa: BLE001 (the caller gets it)
             self._result.set_exception(error)
             return
@@ -275,8 +275,19 @@ class Refit:
 
     def _restore(self, error: BaseException) -> Future[list[Any]]:
         """Continue with the old weights: none was changed."""
-        self._engine.resume_scheduler()
+        self._resume()
         return self._refuse(f"the engine could not be paused: {error}")
+
+    def _resume(self) -> None:
+        """Let the engine generate again, and wake its loop.
+
+        Where steps overlap (on GPUs), vLLM finishes a pause inside of the loop that waits for work,
+        and next waits for a message. Frozen requests are none: without one, they would stand still
+        until somebody sends a request."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        self._engine.resume_scheduler()
+        self._engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def _refuse(self, reason: str) -> Future[list[Any]]:
         setattr(self._engine, _LABEL_FIELD, self._before)

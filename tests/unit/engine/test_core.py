@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import queue
 import sys
+import threading
 import tomllib
 import weakref
 from concurrent.futures import Future
@@ -58,6 +60,7 @@ class Engine:
         self.aborted: list[str] = []
         self.paused: Future[None] | None = None
         self.fails: dict[str, Exception] = {}
+        self.input_queue: queue.Queue[Any] = queue.Queue()
         self.staging = {"state": "ready", "error": ""}
 
     def add_request(self, request: FakeRequest, request_wave: int = 0) -> None:
@@ -289,6 +292,43 @@ def test_frozen_requests_continue_and_are_counted(engine: Any) -> None:
     (report,) = refit(engine, mode="keep").result()
     assert report["frozen"] == {"a": 57}
     assert engine.aborted == [] and list(engine.scheduler.requests) == ["a"]
+
+
+def test_frozen_requests_run_on_in_vllms_own_loop() -> None:
+    """On a GPU vLLM finishes a pause inside of the loop that waits for work. This is that loop; a
+    stand-in is only the scheduler, because vLLM overlaps no steps on a CPU."""
+    vllm: Any = importlib.import_module("vllm.v1.engine.core")
+
+    class Scheduler(FakeScheduler):
+        is_paused = False
+
+        def set_pause_state(self, state: Enum) -> None:
+            self.is_paused = state.name != "UNPAUSED"
+
+        def has_requests(self) -> bool:
+            return bool(self.requests) and not self.is_paused
+
+    engine = object.__new__(vllm.EngineCoreProc)
+    engine.scheduler = Scheduler({"a": FakeRequest("a", "v4", num_output_tokens=57)})
+    engine.model_executor = SimpleNamespace(is_sleeping=False)
+    engine.input_queue, engine.aborts_queue = queue.Queue(), queue.Queue()
+    engine.shutdown_state = vllm.EngineShutdownState.RUNNING
+    engine.engines_running, engine.process_input_queue_block = False, True
+    engine._idle_state_callbacks, engine._finish_pause = [], lambda clear_cache: None
+    engine.batch_queue = ["a step on the device"]
+
+    def call(engine: Any, method: str, *_: Any) -> list[Any]:
+        return [{"state": "ready"} if method == "rollway_staging" else {}]
+
+    result = core.Refit(engine, call, **{**ORDER, "mode": "keep"}).start()
+    assert not result.done()
+    engine.batch_queue.clear()
+    # As vLLM's busy loop: it returns when there is a step to do.
+    loop = threading.Thread(target=engine._process_input_queue, daemon=True)
+    loop.start()
+    assert result.result(10.0)[0]["frozen"] == {"a": 57}
+    loop.join(10.0)
+    assert not loop.is_alive(), "the engine waits for a message, and its requests stand still"
 
 
 def test_a_process_without_an_engine_has_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
