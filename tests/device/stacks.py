@@ -48,12 +48,13 @@ def base() -> Path:
 def describe(path: Path, name: str, **more: Any) -> dict[str, Any]:
     """Return the spec of one worker; on a GPU it takes a small share, so that several tests can
     run at once."""
-    args = {"dtype": "float32", "max-model-len": 512, "max-num-seqs": 16}
-    args |= {"kv-cache-memory-bytes": 64 << 20, **more.pop("args", {})}
+    args: dict[str, Any] = {"dtype": "float32", "max-model-len": 512, "max-num-seqs": 16}
+    args["kv-cache-memory-bytes"] = 64 << 20
     env = more.pop("env", {})
     if DEVICE == "cuda":
         args |= {"gpu-memory-utilization": 0.05, "enforce-eager": True}
         env |= {**make_float32_env(), "CUDA_VISIBLE_DEVICES": GPUS[0]}
+    args |= more.pop("args", {})
     model = {"path": str(path), "name": "tiny", "args": args, "env": env, **more}
     # The logs stay where a GPU machine's operator looks for them.
     logs = {"log_dir": os.environ["ROLLWAY_TEST_LOGS"]} if "ROLLWAY_TEST_LOGS" in os.environ else {}
