@@ -16,7 +16,6 @@ from tests.stack.policies import Policy, perturbed
 from tests.stack.tool_model import cached_tool_model
 
 VLLM_ARGS = {
-    "dtype": "float32",
     "max-model-len": 2048,
     "max-num-seqs": 64,
     "kv-cache-memory-bytes": 64 * 2**20,

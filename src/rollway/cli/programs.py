@@ -104,7 +104,6 @@ _CHAOS_MODEL = {
     "name": "tiny",
     "replicas": 2,
     "args": {
-        "dtype": "float32",
         "max-model-len": 512,
         "max-num-seqs": 64,
         "kv-cache-memory-bytes": 64 * 2**20,

@@ -196,9 +196,8 @@ def place_model(options: DemoOptions, config: GrpoConfig) -> tuple[Device, dict[
                 f"The engine `{options.engine}` uses no GPU.", "Leave --device, or --engine."
             )
         return "cpu", model
-    # Use float32 on both sides, so that the mismatch shows bugs and not rounding.
+    # The base checkpoint is float32, and so are both sides: a mismatch is a bug and no rounding.
     model["args"] = {
-        "dtype": "float32",
         "max-model-len": 512,
         "max-num-seqs": config.groups_per_step * config.group_size,
         "kv-cache-memory-bytes": 128 * 2**20,

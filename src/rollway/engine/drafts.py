@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rollway.engine.fingerprint import fingerprint
+from rollway.engine.fingerprint import Proof, fingerprint
 from rollway.engine.shadow import exchange, pair_modules
 from rollway.weights.checkpoint import (
     TensorHeader,
@@ -164,7 +164,8 @@ class Draft:
             for name, header in read_headers(path).items()
             if f".{name}".split(".")[-2] not in shared
         }
-        problems = differences(_list_loaded(new), _list_loaded(served), allow_cast=allow_cast)
+        served = Proof(self._live).read_served(_list_loaded(served), self._config.dtype)
+        problems = differences(_list_loaded(new), served, allow_cast=allow_cast)
         refuse_differences(problems, "The draft model")
 
     def _create_model(self) -> Any:

@@ -10,7 +10,7 @@ with that of the checkpoint's tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import (
     DTYPES,
+    dtype_name,
     integers,
     raw_bytes,
     split_words,
@@ -33,6 +34,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 _COMPUTED = "rotary_emb.inv_freq"
 # Tensors of a checkpoint without a parameter: tied to the embeddings, or computed by the engine.
 _WITHOUT_PARAMETER = ("lm_head.weight", _COMPUTED)
+_CAST = ("F64", "F32", "F16", "BF16")
 _EXPERTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
@@ -175,6 +177,21 @@ class Proof:
             if (self._get_target(name) is None and not name.endswith(_WITHOUT_PARAMETER))
             or self._count_copies(name) is None
         ]
+
+    def read_served(
+        self, headers: Mapping[str, TensorHeader], dtype: torch.dtype
+    ) -> dict[str, TensorHeader]:
+        """Return a checkpoint's headers with the dtypes that an engine of this `dtype` serves.
+
+        The engine casts all tensors to its dtype, but for the few parameters that it always keeps
+        in another one: there the trainer's tensors have the dtype of the checkpoint."""
+        served = dict(headers)
+        for name, header in headers.items():
+            parameter = self._parameters.get(self._get_target(name) or "")
+            actual = torch.empty(0, dtype=dtype) if parameter is None else parameter
+            if header.dtype in _CAST and DTYPES[header.dtype] not in (dtype, actual.dtype):
+                served[name] = replace(header, dtype=dtype_name(actual))
+        return served
 
     def list_missing(self, names: Iterable[str]) -> list[str]:
         """Return the parameters for which none of these tensors is."""

@@ -295,11 +295,16 @@ def _get_model(worker: Any) -> torch.nn.Module:
 
 
 def _read_served_headers(worker: Any) -> dict[str, TensorHeader] | None:
-    """Return names, shapes and dtypes of the checkpoint that the worker started from. Return None
-    if that was not a directory but a model name, whose files vLLM downloaded."""
+    """Return the names and shapes of the checkpoint that the worker started from, and the dtypes
+    that it serves. Return None if that was not a directory but a model name, whose files vLLM
+    downloaded."""
     if not hasattr(worker, "_rollway_served"):
-        path = Path(worker.model_config.model)
+        config = worker.model_config
+        path = Path(config.model)
         worker._rollway_served = read_headers(path) if path.is_dir() else None
+        if worker._rollway_served and config.quantization is None:
+            proof = Proof(_get_model(worker))
+            worker._rollway_served = proof.read_served(worker._rollway_served, config.dtype)
     served: dict[str, TensorHeader] | None = worker._rollway_served
     return served
 

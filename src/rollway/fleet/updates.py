@@ -422,8 +422,10 @@ class Recipes:
         recorded = self.record.get() if self.record is not None else None
         if recorded is None or recorded[0] != version:
             return None
-        # Whether it needs a config was decided when it was first served.
-        return FromDisk(recorded[1], self.roots, needs_config=False, secret=self.secret)
+        # Whether it needs a config, and may be cast, was decided when it was first served.
+        return FromDisk(
+            recorded[1], self.roots, allow_cast=True, needs_config=False, secret=self.secret
+        )
 
     async def _read_served_headers(self) -> dict[str, TensorHeader] | None:
         """Return the tensor headers of the served model; None if this process cannot know them."""

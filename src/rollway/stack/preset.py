@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from rollway.config import StackSpec, is_loopback
+from rollway.errors import UsageError
 from rollway.model_spec import ModelSpec, RawArgs
+from rollway.weights.checkpoint import read_config, read_headers
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -214,9 +216,28 @@ def get_worker_defaults(
         env["DYN_STRUCTURAL_TAG"] = "false"
         # A stack that stops has no requests to drain; Dynamo would wait 5 s.
         env["DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"] = "0.5"
+    if "quantization" not in model.args and _is_float32(Path(model.path).expanduser()):
+        # vLLM serves every checkpoint in its own dtype but this: by default it rounds float32 to
+        # bfloat16, and its log-probs are then off by 0.05 a token.
+        args["dtype"] = "float32"
     if not machine.has_gpus:
         _add_cpu_profile(spec, model, machine, args, env)
     return Defaults(args, env)
+
+
+def _is_float32(checkpoint: Path) -> bool:
+    """Return whether a checkpoint of this machine is float32: by its config, as vLLM reads it, or
+    else by its tensors. A quantised one is not, whose kernels need another dtype."""
+    try:
+        config = read_config(checkpoint / "config.json")
+        if "quantization_config" in config:
+            return False
+        for part in (config, config.get("text_config") or {}):
+            if dtype := part.get("dtype") or part.get("torch_dtype"):
+                return bool(dtype == "float32")
+        return {header.dtype for header in read_headers(checkpoint).values()} == {"F32"}
+    except UsageError:  # it is on another machine or on a hub, or the engine says what is wrong
+        return False
 
 
 def _make_log_filter(machine: Machine) -> dict[str, str]:

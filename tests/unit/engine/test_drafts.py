@@ -36,7 +36,7 @@ class Head(torch.nn.Module):
 def make_worker(directory: Path, *, quantised: str | None = None) -> Any:
     policy = Policy()
     save_file({"fc.weight": torch.zeros(WIDTH, 2 * WIDTH)}, directory / "model.safetensors")
-    config = SimpleNamespace(model=str(directory), quantization=quantised)
+    config = SimpleNamespace(model=str(directory), quantization=quantised, dtype=torch.float32)
     drafter = SimpleNamespace(
         model=Head(policy.embed_tokens),
         speculative_config=SimpleNamespace(draft_model_config=config),
