@@ -160,7 +160,7 @@ def _as_json(worker: Worker, version: int | None) -> dict[str, Any]:
 def _describe_version(version: int | None) -> str:
     kept = version_left(version)
     if kept is not None:
-        return f"left version {kept}: it sleeps, or is refitted"
+        return f"left version {kept}: it sleeps, or waits for a refit"
     if version is not None and version < 0:
         return "between two versions"
     return "none declared" if version is None else f"version {version}"

@@ -17,7 +17,8 @@ from typing import Any
 from rollway import private, processes
 from rollway.config import StackSpec
 from rollway.errors import StartError
-from rollway.orders import SECRET, SECRET_FILE, read_stack_secret
+from rollway.model_spec import slug
+from rollway.orders import REFITTED_FILE, SECRET, SECRET_FILE, read_stack_secret
 from rollway.processes import ProcessId
 from rollway.stack import logs
 from rollway.stack.history import StackHistory
@@ -119,7 +120,12 @@ class Children:
         # vLLM passes only variables that it knows to Ray actors, and those listed here.
         copied = {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": SECRET_FILE}
         secret = {SECRET_FILE: str(secret_file(self.state))}
-        return {**inherited, **copied, **process.env, **secret}
+        refitted = {REFITTED_FILE: str(self.get_refitted_file(process.model or ""))}
+        return {**inherited, **copied, **process.env, **secret, **refitted}
+
+    def get_refitted_file(self, model: str) -> Path:
+        """Return the file that exists once workers of this model were refitted."""
+        return Path(self.state.run_dir) / f"refitted-{slug(model)}"
 
     def respawn(self, process: ProcessPlan) -> None:
         """Restart a worker that runs but that never appeared in discovery."""

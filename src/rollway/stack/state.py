@@ -44,6 +44,8 @@ DETACH = b"D"
 
 WAITS_FOR_REPLICA = "waiting for its replica"
 """The state of a dead rank whose replica runs on several machines: it restarts with the others."""
+WAITS_FOR_REFIT = "waiting for a refit"
+"""The state of a worker that started after a refit: out of routing until it is refitted, too."""
 
 LARGEST_STATE = 16 << 20  # bytes; the state of 4,096 workers has 3 MB
 _LARGEST_HISTORY = 4 << 20
@@ -178,7 +180,7 @@ def get_stop_seconds(state: StackState) -> float:
 
     A worker that is still loading its model ignores SIGTERM and has nothing to finish."""
     workers = [process for process in state.processes if process.role == "worker"]
-    if any(worker.state != "ready" for worker in workers):
+    if any(worker.state not in ("ready", WAITS_FOR_REFIT) for worker in workers):
         return min(state.stop_seconds, 3.0)
     return state.stop_seconds
 

@@ -34,7 +34,10 @@ from typing import Any
 from rollway import processes
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
-from rollway.http import Http
+from rollway.fleet.admin import parse_label, version_left
+from rollway.fleet.discovery import RlListing, discover
+from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.http import ONCE, Http
 from rollway.stack import logs
 from rollway.stack.children import Children, describe_exit, find_hint
 from rollway.stack.commands import get_dial_address
@@ -49,7 +52,13 @@ from rollway.stack.ready import (
     wait_until_joinable,
     wait_until_open,
 )
-from rollway.stack.state import DETACH, WAITS_FOR_REPLICA, ProcessState, StackDir
+from rollway.stack.state import (
+    DETACH,
+    WAITS_FOR_REFIT,
+    WAITS_FOR_REPLICA,
+    ProcessState,
+    StackDir,
+)
 
 _ROTATE_SECONDS = 1.0
 
@@ -122,6 +131,8 @@ class Supervisor:
         # the whole stack if that fails.
         if self._spec.join is not None and self._spec.placed is None:
             await self._run_start_step(wait_until_joinable(self._http, plan))
+        if self._spec.join is not None:
+            await self._run_start_step(healer.note_refits())
         for service in plan.by_role("service"):
             children.spawn(service)
             await self._run_start_step(healer.wait_for_service(service))
@@ -261,7 +272,8 @@ class Healer:
         try:
             while not stopping.is_set():
                 for name, child in self._children.running.items():
-                    if child.poll() is not None and name not in self._restarts:
+                    is_held = self._children.get_state(name).state == WAITS_FOR_REFIT
+                    if (is_held or child.poll() is not None) and name not in self._restarts:
                         self._restarts[name] = asyncio.create_task(self._restart(name))
                 if time.monotonic() >= next_scan:
                     self._children.reap()
@@ -302,6 +314,17 @@ class Healer:
     async def wait_for_frontend(self, frontend: ProcessPlan) -> None:
         await wait_until_open(self._http, f"{self._children.plan.frontend_url}/health")
         self._children.report(frontend, "ready", "")
+
+    async def note_refits(self) -> None:
+        """Record whether workers that this stack joins were refitted: then its own wait for it."""
+        admin = DynamoAdmin(self._http)
+        with contextlib.suppress(RollwayError):  # the frontend may be starting, too
+            for worker in await discover(
+                self._http, RlListing(self._children.plan.rl_url), retry=ONCE
+            ):
+                label = None if worker.error else await admin.weight_version(worker)
+                if (version_left(label) or label or 0) > 0:
+                    self._children.get_refitted_file(worker.model).touch()
 
     async def _watch_registrations(self) -> None:
         """Kill workers that run but have dropped out of discovery; `watch` restarts them."""
@@ -344,8 +367,21 @@ class Healer:
                 state.restarts += 1
                 children.spawn(process)
                 await self._wait_for_restart(process)
+            await self._wait_for_refit(process)
         finally:
             del self._restarts[name]
+
+    async def _wait_for_refit(self, process: ProcessPlan) -> None:
+        """Report that a worker out of routing is ready once it was refitted; return if it dies."""
+        children, url = self._children, f"{process.admin_url}/engine/get_weight_version"
+        while children.get_state(process.name).state == WAITS_FOR_REFIT:
+            await asyncio.sleep(WATCH_SECONDS)
+            if children.running[process.name].poll() is not None:
+                return
+            with contextlib.suppress(RollwayError):
+                answer = await self._http.post(url, {}, timeout=5.0, retry=ONCE)
+                if (parse_label(answer.get("version")) or 0) >= 0:
+                    children.report(process, "ready", "")
 
     async def _wait_for_release(self, process: ProcessPlan, exited: str) -> None:
         """Return when a request file says that all ranks of the replica are gone."""
