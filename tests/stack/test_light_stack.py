@@ -303,6 +303,35 @@ def test_the_fleet_command(stack: rollway.Stack, policies: list[Policy], cli: Cl
     assert stack.rollouts().generate(PROMPT, SHORT)[0].weight_version == 3
 
 
+async def test_a_paused_fleet_is_named_to_all_who_wait_or_look(base_model: Path, cli: Cli) -> None:
+    async def command(*words: str) -> str:
+        return (await asyncio.to_thread(cli, *words)).stdout
+
+    async with rollway.aio.up(light(base_model, "paused", LIGHT_ORDERS="1")) as stack:
+        rollouts, teacher = stack.rollouts(patience=2.0), stack.teacher(patience=2.0)
+
+        async def stream() -> None:
+            async for _ in rollouts.stream(PROMPT, SHORT):
+                pass
+
+        for own in (True, False):
+            await (stack.fleet.pause() if own else command("fleet", "pause"))
+            for work in (rollouts.generate(PROMPT, SHORT), stream(), teacher.score([PROMPT])):
+                with pytest.raises(RolloutError, match="The fleet is paused"):
+                    await asyncio.wait_for(work, 20.0)
+            assert (await command("fleet", "ls")).count("paused: resume it") == 2
+            await wait_until_async(
+                lambda: [p.state for p in read_state("paused").processes].count("paused") == 2
+            )
+            assert "rollway fleet resume" in await command("status")
+            assert "2 workers are paused" in await command("top", "--once")
+            await (stack.fleet.resume() if own else command("fleet", "resume"))
+            await rollouts.generate(PROMPT, SHORT)
+            await wait_until_async(
+                lambda: {p.state for p in read_state("paused").processes} == {"ready"}
+            )
+
+
 def test_watch_reports_changes(stack: rollway.Stack, policies: list[Policy]) -> None:
     command = [sys.executable, "-m", "rollway.cli", "fleet", "watch", "--json", "--seconds", "0.2"]
     watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

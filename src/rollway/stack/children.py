@@ -107,7 +107,7 @@ class Children:
         identity = ProcessId.of(child.pid)
         state = self.get_state(process.name)
         state.pid, state.start = child.pid, identity.start if identity else None
-        state.ready_seconds, state.instance = None, None
+        state.ready_seconds, state.instance, state.version = None, None, None
         self.report(process, "starting", "")
 
     def _make_environment(self, process: ProcessPlan) -> dict[str, str]:
@@ -146,7 +146,7 @@ class Children:
         if (state.state, state.detail) == (new_state, detail):
             return  # polling loops report the same state again and again
         state.state, state.detail = new_state, detail
-        if new_state == "ready":
+        if new_state == "ready" and state.ready_seconds is None:
             state.ready_seconds = round(time.time() - self.state.started_at, 3)
         self.note(new_state, state, pid=state.pid, detail=detail)
         self.write_state()

@@ -54,7 +54,8 @@ from rollway.stack.ready import (
 )
 from rollway.stack.state import (
     DETACH,
-    WAITS_FOR_REFIT,
+    LOADED,
+    PAUSED,
     WAITS_FOR_REPLICA,
     ProcessState,
     StackDir,
@@ -241,6 +242,7 @@ WATCH_SECONDS = 0.2
 _SCAN_SECONDS = 5.0
 _STABLE_SECONDS = 60.0
 _REGISTRATION_SECONDS = 10.0
+_LABEL_SECONDS = 2.0
 
 
 class Healer:
@@ -267,13 +269,15 @@ class Healer:
 
     async def watch(self, stopping: asyncio.Event) -> None:
         """Restart what dies until `stopping` is set."""
-        registrations = asyncio.create_task(self._watch_registrations())
+        watches = [
+            asyncio.create_task(self._watch_registrations()),
+            asyncio.create_task(self._watch_labels()),
+        ]
         next_scan = 0.0
         try:
             while not stopping.is_set():
                 for name, child in self._children.running.items():
-                    is_held = self._children.get_state(name).state == WAITS_FOR_REFIT
-                    if (is_held or child.poll() is not None) and name not in self._restarts:
+                    if child.poll() is not None and name not in self._restarts:
                         self._restarts[name] = asyncio.create_task(self._restart(name))
                 if time.monotonic() >= next_scan:
                     self._children.reap()
@@ -282,7 +286,8 @@ class Healer:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stopping.wait(), WATCH_SECONDS)
         finally:
-            registrations.cancel()
+            for each in watches:
+                each.cancel()
 
     def cancel(self) -> None:
         """Give up all restarts that are under way."""
@@ -345,6 +350,33 @@ class Healer:
                 children.report(children.plans[name], "lost", "it runs, but discovery lost it")
                 children.running[name].kill()
 
+    async def _watch_labels(self) -> None:
+        """Record what each worker declares: its version, whichever process refitted it, whether
+        it is paused, and whether one that was out of routing has been refitted."""
+        while True:
+            await asyncio.sleep(_LABEL_SECONDS)
+            await asyncio.gather(*map(self._read_label, self._children.plans.values()))
+
+    async def _read_label(self, process: ProcessPlan) -> None:
+        children, state = self._children, self._children.get_state(process.name)
+        if state.state not in LOADED or process.admin_url is None or process.engine == "mocker":
+            return
+        url, instance = f"{process.admin_url}/engine/get_weight_version", state.instance
+        try:
+            answer = await self._http.post(url, {}, timeout=5.0, retry=ONCE)
+        except RollwayError:
+            return
+        label = parse_label(answer.get("version"))
+        if state.instance != instance or state.state not in LOADED or label is None or label < 0:
+            return  # it was restarted meanwhile, or changes weights
+        has_changed, state.version = state.version != label, label
+        if answer.get("paused"):
+            children.report(process, PAUSED, "`rollway fleet resume` resumes it")
+        else:
+            children.report(process, "ready", "")
+        if has_changed:
+            children.write_state()
+
     async def _restart(self, name: str) -> None:
         """Restart a dead process until it serves, with a longer wait after each failure."""
         children = self._children
@@ -367,21 +399,8 @@ class Healer:
                 state.restarts += 1
                 children.spawn(process)
                 await self._wait_for_restart(process)
-            await self._wait_for_refit(process)
         finally:
             del self._restarts[name]
-
-    async def _wait_for_refit(self, process: ProcessPlan) -> None:
-        """Report that a worker out of routing is ready once it was refitted; return if it dies."""
-        children, url = self._children, f"{process.admin_url}/engine/get_weight_version"
-        while children.get_state(process.name).state == WAITS_FOR_REFIT:
-            await asyncio.sleep(WATCH_SECONDS)
-            if children.running[process.name].poll() is not None:
-                return
-            with contextlib.suppress(RollwayError):
-                answer = await self._http.post(url, {}, timeout=5.0, retry=ONCE)
-                if (parse_label(answer.get("version")) or 0) >= 0:
-                    children.report(process, "ready", "")
 
     async def _wait_for_release(self, process: ProcessPlan, exited: str) -> None:
         """Return when a request file says that all ranks of the replica are gone."""

@@ -226,7 +226,7 @@ async def test_the_engine_gets_every_label_of_the_worker() -> None:
         await write({"weight_version": label})
     assert handler.labels == [7, -3, 8, None]
     reply = {"status": "ok", "version": "by another tool", "enforced": True, "asleep": 0}
-    assert await read({}) == reply
+    assert await read({}) == {**reply, "paused": False}
 
 
 @pytest.mark.parametrize(("given", "used"), [(0, STOP_SECONDS), (None, None), (7, 7)])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,7 +170,15 @@ class Timeline:
 
     @property
     def running(self) -> list[RefitView]:
-        return list(self._running.values())
+        return [refit for refit in self._running.values() if refit.ended is None]
+
+    def end_served(self, versions: Sequence[int | None], t: float) -> None:
+        """End the refits whose version all workers serve, or a newer one. A process that was
+        killed in a refit records no end of it, but the orders to its workers end by themselves."""
+        served = min((-1 if version is None else version for version in versions), default=-1)
+        for refit in self.running:
+            if refit.version <= served:
+                refit.ended, refit.outcome = t, "ok"
 
     def get(self, key: str) -> RefitView | None:
         return next((refit for refit in self.refits if refit.key == key), None)

@@ -176,6 +176,7 @@ class View:
 
     def _add_workers(self, entry: Mapping[str, Any], t: float) -> None:
         self.workers.add_list(entry, t)
+        self.timeline.end_served(self.workers.list_served_versions(), t)
         self._plot_spread(t)
 
     def _plot_spread(self, t: float) -> None:
@@ -319,6 +320,8 @@ class View:
             ),
             verdicts.judge_fresh(
                 serving,
+                self.workers.count("paused"),
+                self.workers.count("waiting for a refit"),
                 self.workers.newest if target is None else target,
                 target is not None,
                 behind,

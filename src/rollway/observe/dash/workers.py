@@ -75,7 +75,8 @@ class Workers:
             version, instance = get_version(fields.get("version")), _get_instance(fields)
             self.add_version(version)
             if version is not None and instance and len(self._told) < _MOST_TOLD:
-                self._told[instance] = version
+                # Two processes tell it, one later than the other, and a worker never goes back.
+                self._told[instance] = max(version, self._told.get(instance, version))
         if is_driver and any(not row["by_driver"] for row in self._rows.values()):
             for row in self._rows.values():
                 if row["state"] in SERVING:
@@ -109,8 +110,8 @@ class Workers:
             }
             if row["state"] not in (*SERVING, *ENDING):
                 row["version"] = None  # what it last had: its next process has to be refitted first
-            elif row["version"] is None:
-                row["version"] = self._told.get(instance)
+            else:
+                row["version"] = self._told.get(instance, row["version"])
             if instance and len(self._names) < _MOST_TOLD:
                 self._names[instance] = name
             names.add(name)
@@ -206,6 +207,10 @@ class Workers:
         rows = self._rows.values()
         served = [row["version"] for row in rows if row["state"] in SERVING]
         return served or [row["version"] for row in rows if row["state"] in ENDING]
+
+    def count(self, state: str) -> int:
+        """Return how many workers are in a state."""
+        return sum(row["state"] == state for row in self._rows.values())
 
     def get_spread(self) -> int | None:
         known = [version for version in self.list_served_versions() if version is not None]
