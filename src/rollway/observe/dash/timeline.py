@@ -41,6 +41,8 @@ all calls in it (`flush.…`), or of a part of an order."""
 KEPT = 50
 _MOST_WORKERS = 1_024
 _MOST_STEPS = 64  # of one worker; the protocol has eight, in at most three passes
+_LONGEST_STEP_SECONDS = 1020.0
+"""A pause and an update may take this long by default. After it nobody refits any more."""
 STRAGGLER_RATIO = 1.5
 STRAGGLER_SECONDS = 0.05
 
@@ -177,8 +179,11 @@ class Timeline:
         killed in a refit records no end of it, but the orders to its workers end by themselves."""
         served = min((-1 if version is None else version for version in versions), default=-1)
         for refit in self.running:
+            last = max(at for steps in refit.steps.values() for at, _ in steps)
             if refit.version <= served:
                 refit.ended, refit.outcome = t, "ok"
+            elif t - last > _LONGEST_STEP_SECONDS:
+                refit.ended, refit.outcome = last, "unfinished"
 
     def get(self, key: str) -> RefitView | None:
         return next((refit for refit in self.refits if refit.key == key), None)

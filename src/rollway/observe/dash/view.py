@@ -176,7 +176,6 @@ class View:
 
     def _add_workers(self, entry: Mapping[str, Any], t: float) -> None:
         self.workers.add_list(entry, t)
-        self.timeline.end_served(self.workers.list_served_versions(), t)
         self._plot_spread(t)
 
     def _plot_spread(self, t: float) -> None:
@@ -312,6 +311,7 @@ class View:
         k3 = None if newest is None else self._mismatch[newest]["k3"]
         behind = 0.0 if self.workers.behind_since is None else self.now - self.workers.behind_since
         window = [each for each in self._recent if each.t > self.now - WINDOW_SECONDS]
+        self.timeline.end_served(self.workers.list_served_versions(), self.now)
         target = max((refit.version for refit in self.timeline.running), default=None)
         serving = self.workers.list_served_versions() or [None] * len(self.workers)
         return [

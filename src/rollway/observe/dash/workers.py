@@ -75,8 +75,7 @@ class Workers:
             version, instance = get_version(fields.get("version")), _get_instance(fields)
             self.add_version(version)
             if version is not None and instance and len(self._told) < _MOST_TOLD:
-                # Two processes tell it, one later than the other, and a worker never goes back.
-                self._told[instance] = max(version, self._told.get(instance, version))
+                self._told[instance] = version
         if is_driver and any(not row["by_driver"] for row in self._rows.values()):
             for row in self._rows.values():
                 if row["state"] in SERVING:
@@ -110,8 +109,8 @@ class Workers:
             }
             if row["state"] not in (*SERVING, *ENDING):
                 row["version"] = None  # what it last had: its next process has to be refitted first
-            else:
-                row["version"] = self._told.get(instance, row["version"])
+            elif row["version"] is None:
+                row["version"] = self._told.get(instance)
             if instance and len(self._names) < _MOST_TOLD:
                 self._names[instance] = name
             names.add(name)

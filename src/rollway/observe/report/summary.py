@@ -207,7 +207,7 @@ class Summary:
             if version is None:
                 version = self._told.get(instance)
             else:
-                version = self._tell(instance, version)
+                self._tell(instance, version)
                 row.version = version
             if row.state in SERVING:
                 served.append(version)
@@ -237,14 +237,10 @@ class Summary:
                 self.stale.append(self._behind)
             self._behind = None
 
-    def _tell(self, instance: str, version: int) -> int:
-        """Note a version of a worker; return its newest. Two processes tell it, one later than
-        the other, and a worker never goes back."""
-        self._see_version(version)
-        version = max(version, self._told.get(instance, version))
+    def _tell(self, instance: str, version: int) -> None:
         if instance in self._told or len(self._told) < _MOST_KEPT:
             self._told[instance] = version
-        return version
+        self._see_version(version)
 
     def _see_version(self, version: int) -> None:
         if len(self.versions) < 100_000:
