@@ -180,6 +180,7 @@ class Fleet(Blocking[AsyncFleet]):
     load_adapter = blocking(AsyncFleet.load_adapter)
     unload_adapter = blocking(AsyncFleet.unload_adapter)
     admit = blocking(AsyncFleet.admit)
+    is_paused = blocking(AsyncFleet.is_paused)
 
 
 class Stack(Blocking[AsyncStack]):

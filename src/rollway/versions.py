@@ -89,24 +89,37 @@ class FleetVersions:
         self._enforced: set[int] = set()
         """Workers that name the versions of their tokens."""
         self._asleep: set[int] = set()
+        self._paused: set[int] = set()
+        """Workers that were paused without a refit, by this process or another."""
         self._roles: dict[int, str] = {}
         """With prefill and decode apart, the role of every worker that was ever listed."""
         self._gate = asyncio.Event()
         self._gate.set()
+        self._is_pause = False
+        """Whether a pause has closed the gate, and nobody knows for how long."""
 
     @property
     def is_closed(self) -> bool:
         return not self._gate.is_set()
 
-    async def wait_open(self) -> None:
-        """Wait until the gate is open."""
-        await self._gate.wait()
+    async def wait_open(self, patience: float) -> None:
+        """Wait until the gate is open. Raise `RolloutError` if a pause lasts longer than
+        `patience` seconds; a refit ends by itself."""
+        while self.is_closed:
+            try:
+                async with asyncio.timeout(patience if self._is_pause else None):
+                    await self._gate.wait()
+            except TimeoutError:
+                if self._is_pause:
+                    raise _make_paused_error() from None
 
-    def close(self) -> None:
+    def close(self, *, is_pause: bool = False) -> None:
         """Close the gate: new requests wait."""
+        self._is_pause = is_pause
         self._gate.clear()
 
     def open(self) -> None:
+        self._paused.clear()
         self._gate.set()
 
     def claim(self, version: int, identity: str) -> None:
@@ -195,6 +208,7 @@ class FleetVersions:
         """Note that a worker is in service with a version."""
         self.by_worker[worker] = version
         self._asleep.discard(worker)
+        self._paused.discard(worker)
         self._note_known(worker, version)
 
     def mark_asleep(self, worker: int) -> None:
@@ -207,11 +221,13 @@ class FleetVersions:
         self.by_worker.pop(worker, None)
         self._asleep.discard(worker)
 
-    def learn(self, declared: Mapping[int, int], asleep: Iterable[int] = ()) -> None:
+    def learn(
+        self, declared: Mapping[int, int], asleep: Iterable[int] = (), paused: Iterable[int] = ()
+    ) -> None:
         """Replace the versions by worker with what the workers declare. A newer version (from a
         refit by another process) becomes the current one; an older one (all workers restarted)
         does not."""
-        self.by_worker, self._asleep = dict(declared), set(asleep)
+        self.by_worker, self._asleep, self._paused = dict(declared), set(asleep), set(paused)
         for worker, version in declared.items():
             self._note_known(worker, version)
         newest = max(filter(self.is_served, declared.values()), default=None)
@@ -230,6 +246,8 @@ class FleetVersions:
             return Ticket(None, None, None, self.epoch)
         if not self.is_served(wanted):
             raise self._make_unserved_error(wanted)
+        if not self.is_served(wanted, without=self._paused):
+            raise _make_paused_error()
         taint = taint_of(wanted) if self.tainted else None
         stamped = any(worker in self._enforced for worker in self.by_worker)
         return Ticket(wanted, taint, f"v{wanted}", self.epoch, stamped, self._learned)
@@ -288,3 +306,9 @@ class FleetVersions:
             since[version] = self._learned
             if len(since) > 2:
                 del since[min(since)]
+
+
+def _make_paused_error() -> RolloutError:
+    return RolloutError(
+        "The fleet is paused.", "Resume it: `Stack.fleet.resume` or `rollway fleet resume`."
+    )

@@ -64,7 +64,7 @@ class EngineClient:
         engine.label = leaving
         await engine.pause("abort" if mode == "abort" else "wait", clear_cache=True)
         stopped = time.monotonic()
-        engine.worker.swap(identity)
+        engine.worker.rollway_swap(identity)
         engine.label = version
         engine.resume()
         now = time.monotonic()

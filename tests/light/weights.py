@@ -82,7 +82,7 @@ class LightWorker:
     def has_staged(self, identity: str) -> bool:
         return self._staged is not None and self._staged[0] == identity
 
-    def swap(self, identity: str) -> None:
+    def rollway_swap(self, identity: str) -> None:
         assert self._staged is not None and self._staged[0] == identity
         self._use(self._staged[2])
         self._staged = None

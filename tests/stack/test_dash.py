@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,56 @@ def test_top_and_report_tell_of_a_running_stack(
     figures = {f["label"]: f["value"] for f in json.loads(result.stdout)["runs"][0]["figures"]}
     assert figures["rollouts"] == 4 and figures["refits"] == 1 and figures["workers"] == 2
     assert footprint.settle() == {}
+
+
+KILLED_IN_A_REFIT = """
+import asyncio, os, signal, sys
+import rollway
+
+async def die(step, worker):
+    if step == "flush":  # the orders are on their way
+        await asyncio.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def train():
+    async with rollway.attach("orphaned", watch=False) as stack:
+        stack.fleet.observer = die
+        await stack.refit(2, sys.argv[1])
+
+asyncio.run(train())
+"""
+
+
+def test_a_trainer_that_is_killed_in_a_refit_leaves_no_false_red(
+    base_model: Path,
+    policies: list[Policy],
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its workers end their orders by themselves; what they declare counts."""
+    # Versions of tokens are compared with those of workers some time later, here at once.
+    monkeypatch.setattr("rollway.observe.dash.view._FOREIGN_SECONDS", -1.0)
+    spec = light(base_model, "orphaned", LIGHT_ORDERS="1")
+    with rollway.up({**spec, "observe": OFTEN}) as stack:
+        stack.refit(1, policies[1].path)
+        trainer = [sys.executable, "-c", KILLED_IN_A_REFIT, str(policies[2].path)]
+        assert subprocess.run(trainer).returncode == -signal.SIGKILL
+        wait_until(lambda: set(stack.fleet.read_versions().values()) == {2})
+        (rollout,) = stack.rollouts().generate(list(range(20)), rollway.Sampling(max_tokens=4))
+        assert rollout.weight_version == 2
+        source, view = open_stack("orphaned"), View()
+
+        def judge() -> list[tuple[str, str]]:
+            top = follow(source, view).get_sections()["top"][:2]
+            return [(verdict["level"], verdict["sentence"]) for verdict in top]
+
+        wait_until(lambda: judge()[1] == ("good", "All workers serve version 2, the newest."), 20)
+        wait_until(lambda: follow(source, view).get_sections()["rollouts"]["totals"].get("count"))
+        assert judge()[0][0] == "unknown"  # no trainer compares log-probs here
+        directory = stack.record_dir
+    result = cli("report", str(directory), "--out", str(tmp_path / "report.html"), "--json")
+    assert result.returncode == 0 and "no worker of this run had" not in result.stdout
 
 
 @needs_chromium

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
 from rollway.orders import REFIT, STAGE
+from rollway.stack.state import ProcessState
 from rollway.weights.checkpoint import read_headers
 from tests.conftest import Cli, Footprint
 from tests.light.spec import light
@@ -108,7 +111,7 @@ async def test_a_worker_that_joins_between_refits_is_listed_and_moved(
             listed = await stack.fleet.workers()
             labels = await stack.fleet.read_versions()
             new = {w.instance_id for w in listed if w.error is None} - before
-            return any(labels[instance] == 0 for instance in new)
+            return any(labels[instance] is not None for instance in new)
 
         await wait_until_async(is_replaced, 60)
         report = await stack.refit(2, policies[policy].path)
@@ -163,6 +166,71 @@ def test_a_restarted_worker_is_admitted_by_a_watching_process(
 
     wait_until(is_admitted, every=0.2)
     assert worst(policies[1], stack.rollouts().generate(PROMPT, SHORT, n=4)) < TOLERANCE
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_restarted_worker_that_nobody_watches_gets_no_plain_request(
+    base_model: Path, policies: list[Policy], cli: Cli, tmp_path: Path, replicas: int
+) -> None:
+    """It has the base weights, and a plain client requires no version."""
+    spec = tmp_path / "stack.yaml"
+    spec.write_text(json.dumps(light(base_model, "alone", replicas, LIGHT_ORDERS="1")))
+    started = cli("up", str(spec), "--json")
+    assert started.returncode == 0, started.stderr
+    frontend = read_state("alone").frontend
+
+    def refit(version: int) -> None:
+        path = str(policies[version].path)
+        done = cli("fleet", "refit", path, "--version", str(version))
+        assert done.returncode == 0, done.stderr
+
+    def find_worker() -> ProcessState:
+        return next(p for p in read_state("alone").processes if p.role == "worker")
+
+    refit(1)
+    victim = find_worker().pid
+    os.kill(victim or 0, signal.SIGKILL)
+    wait_until(lambda: find_worker().pid != victim and find_worker().instance is not None, 60)
+    answers = [ask_plainly(frontend, [n, *PROMPT]) for n in range(24)]
+    served = [answer for answer in answers if answer is not None]
+    assert all(policies[1].distance(*answer) < TOLERANCE for answer in served)
+    assert len(served) == (24 if replicas == 2 else 0)
+    assert find_worker().state == "waiting for a refit"
+    assert "out of routing" in cli("status", "alone").stdout
+    assert "waits for a refit" in cli("fleet", "ls", "alone").stdout
+
+    refit(2)
+    wait_until(lambda: find_worker().state == "ready")
+    wait_until(lambda: count_routed(frontend) == replicas)
+    answers = [ask_plainly(frontend, [n, *PROMPT]) for n in range(8)]
+    assert all(answer and policies[2].distance(*answer) < TOLERANCE for answer in answers)
+
+
+def ask_plainly(
+    frontend: str, prompt: list[int]
+) -> tuple[list[int], list[int], list[float]] | None:
+    """Ask as a client that knows nothing of Rollway; return the prompt, tokens and log-probs."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "logprobs": 1, "top_k": -1}
+    body |= {"nvext": {"extra_fields": ["completion_token_ids"]}, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{frontend}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            reply = json.load(answer)
+    except urllib.error.HTTPError:
+        return None
+    logprobs = reply["choices"][0]["logprobs"]["token_logprobs"]
+    return prompt, reply["nvext"]["completion_token_ids"], logprobs
+
+
+def count_routed(frontend: str) -> int:
+    """Return to how many workers the frontend sends requests."""
+    with urllib.request.urlopen(f"{frontend}/health", timeout=10) as answer:
+        instances = json.load(answer)["instances"]
+    return sum(entry["endpoint"] == "generate" for entry in instances)
 
 
 def test_a_lost_registration_is_repaired(base_model: Path, tmp_path: Path) -> None:
@@ -233,6 +301,35 @@ def test_the_fleet_command(stack: rollway.Stack, policies: list[Policy], cli: Cl
     assert json.loads(cli("fleet", "pause", "--mode", "abort", "--json").stdout) == {"paused": 2}
     assert json.loads(cli("fleet", "resume", "--json").stdout) == {"resumed": 2}
     assert stack.rollouts().generate(PROMPT, SHORT)[0].weight_version == 3
+
+
+async def test_a_paused_fleet_is_named_to_all_who_wait_or_look(base_model: Path, cli: Cli) -> None:
+    async def command(*words: str) -> str:
+        return (await asyncio.to_thread(cli, *words)).stdout
+
+    async with rollway.aio.up(light(base_model, "paused", LIGHT_ORDERS="1")) as stack:
+        rollouts, teacher = stack.rollouts(patience=2.0), stack.teacher(patience=2.0)
+
+        async def stream() -> None:
+            async for _ in rollouts.stream(PROMPT, SHORT):
+                pass
+
+        for own in (True, False):
+            await (stack.fleet.pause() if own else command("fleet", "pause"))
+            for work in (rollouts.generate(PROMPT, SHORT), stream(), teacher.score([PROMPT])):
+                with pytest.raises(RolloutError, match="The fleet is paused"):
+                    await asyncio.wait_for(work, 20.0)
+            assert (await command("fleet", "ls")).count("paused: resume it") == 2
+            await wait_until_async(
+                lambda: [p.state for p in read_state("paused").processes].count("paused") == 2
+            )
+            assert "rollway fleet resume" in await command("status")
+            assert "2 workers are paused" in await command("top", "--once")
+            await (stack.fleet.resume() if own else command("fleet", "resume"))
+            await rollouts.generate(PROMPT, SHORT)
+            await wait_until_async(
+                lambda: {p.state for p in read_state("paused").processes} == {"ready"}
+            )
 
 
 def test_watch_reports_changes(stack: rollway.Stack, policies: list[Policy]) -> None:

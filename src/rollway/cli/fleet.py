@@ -23,7 +23,11 @@ def ls(options: argparse.Namespace) -> int:
     with _attach(options) as fleet:
         workers = fleet.workers()
         served = fleet.read_versions() if workers else {}
-    rows = [_as_json(worker, served.get(worker.instance_id)) for worker in workers]
+        paused = [fleet.is_paused(worker) for worker in workers]
+    rows = [
+        {**_as_json(worker, served.get(worker.instance_id)), "paused": is_paused}
+        for worker, is_paused in zip(workers, paused, strict=True)
+    ]
     print_result(options, {"workers": rows}, _print_workers)
     return 0
 
@@ -33,7 +37,7 @@ def _print_workers(listing: dict[str, Any]) -> None:
         ("worker", "model", "role", "version", "admin address", "trouble"),
         (
             (row["instance_id"], row["model"], row["role"], _describe_version(row["version"]),
-             row["admin_url"], row["error"] or "")
+             row["admin_url"], row["error"] or ("paused: resume it" if row["paused"] else ""))
             for row in listing["workers"]
         ),
     )  # fmt: skip
@@ -160,7 +164,7 @@ def _as_json(worker: Worker, version: int | None) -> dict[str, Any]:
 def _describe_version(version: int | None) -> str:
     kept = version_left(version)
     if kept is not None:
-        return f"left version {kept}: it sleeps, or is refitted"
+        return f"left version {kept}: it sleeps, or waits for a refit"
     if version is not None and version < 0:
         return "between two versions"
     return "none declared" if version is None else f"version {version}"

@@ -6,13 +6,15 @@ before the worker's own module runs, so no route is ever open, and no proxy is n
 `rollway/orders.py` draws the exchange.
 
 It also adds orders of its own: those of a refit (`rollway/engine/refit_orders.py`), and sleep and
-wake (`rollway/engine/sleep_orders.py`).
+wake (`rollway/engine/sleep_orders.py`). And a worker that starts after a refit stays out of routing
+until it is refitted, too: it has the base weights, and plain requests require no version.
 
 This is a script, not a module of the package, because the engine's Python may lack Rollway.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import importlib
@@ -31,7 +33,9 @@ log = logging.getLogger("rollway.guard")
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 LORA_ENDPOINTS = ("load_lora", "unload_lora")
 """Dynamo also serves these on the request plane, where they cannot be signed."""
-TAINTS = "update/model_taints"
+TAINTS, RESUME = "update/model_taints", "resume_generation"
+BASE_TAINT = "rollway-v0"
+"""The taint of workers with the weights that they started with (`rollway.versions.taint_of`)."""
 STOP_SECONDS = 10.0
 """How long the engine's process may take to exit. Requests are aborted first, so this is the time
 to free memory; a stack waits 20 s before it kills a worker (`stop_seconds`)."""
@@ -73,9 +77,13 @@ class Guard:
 
         return run_order
 
-    async def answer_door(self, _: dict[str, Any]) -> dict[str, Any]:
-        """Return the id of this process; an order for it is useless anywhere else."""
-        return {"status": "ok", "process": self.verifier.process}
+    def open_door(self, own: EngineOrders) -> Handler:
+        """Return the handler that names this process; an order for it is useless anywhere else."""
+
+        async def answer(_: dict[str, Any]) -> dict[str, Any]:
+            return {"status": "ok", "process": self.verifier.process, "held": own.is_held}
+
+        return answer
 
     def refuse_endpoint(self, name: str) -> Callable[..., AsyncIterator[dict[str, Any]]]:
         """Return a handler for an endpoint of the request plane that must not be served there."""
@@ -104,11 +112,31 @@ class EngineOrders:
         """`SleepOrders` of the engine behind the handler."""
         self.refit: Any = None
         """`RefitOrders` of the same engine."""
+        self._entry: asyncio.Future[bool] | None = None
+        """While the worker is held: whether it is to serve in the end."""
 
     def wrap(self, route: str, handler: Handler) -> Handler:
         """Return the handler for one of Dynamo's routes, and remember what orders need of it."""
+        wrapped = self._add_orders(route, handler)
+        if route not in (TAINTS, RESUME):
+            return wrapped
+
+        async def enter_service(body: dict[str, Any]) -> dict[str, Any]:
+            """Let a held worker serve: it is resumed and tainted with other weights only. Record
+            for workers that start later that there was a refit."""
+            taints, refitted = body.get("taints"), os.environ.get(orders.REFITTED_FILE)
+            if refitted and taints and taints != [BASE_TAINT]:
+                Path(refitted).touch()
+            reply = await wrapped(body)
+            if taints or route == RESUME:
+                self.end_hold(serves=True)
+            return reply
+
         if route == TAINTS:
-            self._set_taints = handler
+            self._set_taints = enter_service
+        return enter_service
+
+    def _add_orders(self, route: str, handler: Handler) -> Handler:
         owner: Any = getattr(handler, "__self__", None)
         if all(hasattr(owner, name) for name in ("engine_client", "_pause_lock")):
             self._handler = owner
@@ -136,6 +164,22 @@ class EngineOrders:
             orders.WAKE: self._sleep.wake,
             orders.MEMORY: self._sleep.read_memory,
         }
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the worker is kept out of routing until it is refitted."""
+        return self._entry is not None and not self._entry.done()
+
+    async def hold(self, serve: Callable[[], Awaitable[Any]]) -> None:
+        """Serve requests once the worker is refitted."""
+        log.warning("other workers were refitted: this one is out of routing until it is, too")
+        self._entry = asyncio.get_running_loop().create_future()
+        if await self._entry:
+            await serve()
+
+    def end_hold(self, *, serves: bool) -> None:
+        if self._entry is not None and not self._entry.done():
+            self._entry.set_result(serves)
 
     async def _route_to(self, taints: list[str]) -> None:
         if self._set_taints is not None:
@@ -216,6 +260,7 @@ def install(guard: Guard) -> None:
     core: Any = importlib.import_module("dynamo._core")
     register = core.DistributedRuntime.register_engine_route
     serve = core.Endpoint.serve_endpoint
+    unregister = core.Endpoint.unregister_endpoint_instance
     workers: list[tuple[Any, EngineOrders]] = []  # a process may hold several
 
     def register_engine_route(runtime: Any, route: str, handler: Handler) -> None:
@@ -223,7 +268,7 @@ def install(guard: Guard) -> None:
         if own is None:
             own = EngineOrders()
             workers.append((runtime, own))
-            register(runtime, orders.DOOR, guard.answer_door)
+            register(runtime, orders.DOOR, guard.open_door(own))
         register(runtime, route, guard.protect(route, own.wrap(route, handler)))
         if route == "set_weight_version":
             for name, order in own.list_own().items():
@@ -241,10 +286,20 @@ def install(guard: Guard) -> None:
                     handler = own.refit.stamp(handler)
                     cache_environment()  # the engine has started, so nothing sets variables now
                     freeze_heap()
+            if Path(os.environ.get(orders.REFITTED_FILE, "/nowhere")).exists():
+                # The routes of a worker are registered before its endpoint.
+                return workers[-1][1].hold(lambda: serve(endpoint, handler, *args, **kwargs))
         return serve(endpoint, handler, *args, **kwargs)
+
+    def unregister_endpoint_instance(endpoint: Any) -> Any:
+        # Dynamo does this when the process is to end.
+        for _, own in workers:
+            own.end_hold(serves=False)
+        return unregister(endpoint)
 
     core.DistributedRuntime.register_engine_route = register_engine_route
     core.Endpoint.serve_endpoint = serve_endpoint
+    core.Endpoint.unregister_endpoint_instance = unregister_endpoint_instance
 
 
 def main() -> None:

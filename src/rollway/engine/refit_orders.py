@@ -219,7 +219,10 @@ class RefitOrders:
     def _add_facts(self, handler: Handler) -> Handler:
         async def run(body: dict[str, Any]) -> dict[str, Any]:
             reply = await handler(body)
-            return {**reply, "enforced": self._is_enforced, "asleep": self._sleep.level}
+            # Refits and sleep pause the engine, too, and take its label away.
+            is_paused = self._handler._paused and (read_label(self._handler) or 0) >= 0
+            facts = {"enforced": self._is_enforced, "asleep": self._sleep.level}
+            return {**reply, **facts, "paused": bool(is_paused)}
 
         return run
 

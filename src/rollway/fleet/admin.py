@@ -206,6 +206,11 @@ class AdminAPI(Protocol):
         0 if it is awake."""
         ...
 
+    def is_paused(self, worker: Worker) -> bool:
+        """Return whether a worker is paused, and neither asleep nor in a refit, as its last answer
+        to `weight_version` says."""
+        ...
+
 
 class CountedCalls:
     """An `AdminAPI` that adds its calls and their seconds to a report."""

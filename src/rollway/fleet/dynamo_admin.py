@@ -65,6 +65,7 @@ class _Known:
     refitting: set[int] = field(default_factory=set)
     without_orders: set[int] = field(default_factory=set)
     """Workers that lack the routes of `rollway/engine/guard.py`."""
+    paused: set[int] = field(default_factory=set)
     asleep: dict[int, int] = field(default_factory=dict)
     """The level at which a worker sleeps."""
 
@@ -180,6 +181,7 @@ class DynamoAdmin:
     async def weight_version(self, worker: Worker) -> int | None:
         reply = await self._post(worker, "get_weight_version", {})
         self._known.note(self._known.enforcing, worker, reply.get("enforced"))
+        self._known.note(self._known.paused, worker, reply.get("paused"))
         self._known.asleep[worker.instance_id] = int(reply.get("asleep") or 0)
         return parse_label(reply.get("version"))
 
@@ -240,6 +242,9 @@ class DynamoAdmin:
 
     def sleep_level(self, worker: Worker) -> int:
         return self._known.asleep.get(worker.instance_id, 0)
+
+    def is_paused(self, worker: Worker) -> bool:
+        return worker.instance_id in self._known.paused
 
     async def _post_own(
         self, worker: Worker, name: str, body: Mapping[str, Any], timeout: float | None = None

@@ -209,6 +209,17 @@ class Fleet:
         """
         return await self._labels.read_all()
 
+    async def is_paused(self, worker: Worker) -> bool:
+        """Return whether a worker was paused when its version was last read, and not by a refit.
+
+        Args:
+            worker: one of `workers`.
+
+        Returns:
+            Whether it is paused; `resume` resumes it.
+        """
+        return self.admin.is_paused(worker)
+
     async def refresh(self, *, now: bool = False) -> None:
         """Read the versions again, at most once a second unless `now`; never raise."""
         await self._labels.refresh(now=now)

@@ -62,7 +62,8 @@ class Labels:
         if self._versions.epoch == epoch and not self._versions.changing:
             serving = {i: v for i, v in labels.items() if v is not None and v >= 0}
             asleep = [w.instance_id for w in workers if self._admin.sleep_level(w)]
-            self._versions.learn(serving, asleep)
+            paused = [w.instance_id for w in workers if self._admin.is_paused(w)]
+            self._versions.learn(serving, asleep, paused)
             # Of workers that sleep, or that a refit is about to change: no version goes back.
             for label in labels.values():
                 if (version := version_left(label)) is not None:

@@ -37,7 +37,7 @@ class Pauser:
             await call_all(workers, self._put_back)
             self.versions.open()
 
-        self.versions.close()
+        self.versions.close(is_pause=True)
         try:
             for stage in split_in_stages(workers, mode, lambda worker: worker.role):
                 await call_all_or_raise(

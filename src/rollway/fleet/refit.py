@@ -166,8 +166,8 @@ class Refit:
                 "workers.",
                 "Refit with mode in-flight.",
             )
-        # A worker that sleeps has nothing to keep.
-        awake = [w for w in workers if not w.sleep_level]
+        # A worker that sleeps, or is out of service, has nothing to keep.
+        awake = [w for w in workers if not w.sleep_level and not w.was_out]
         unable = [w.worker for w in awake if self.mode == "keep" and not w.takes_order]
         if unable:
             raise UsageError(

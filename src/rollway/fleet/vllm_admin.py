@@ -198,6 +198,9 @@ class VllmAdmin:
     def sleep_level(self, worker: Worker) -> int:
         return 0  # the fleet puts no plain server to sleep, because `memory` is refused
 
+    def is_paused(self, worker: Worker) -> bool:
+        return False  # a label does not tell, and only the process that pauses knows
+
     async def _check_ready(self, worker: Worker) -> None:
         """Raise unless the worker is paused and its cache is empty, before any weight changes."""
         # Flushing before the update is enough, because a paused worker computes nothing. The flush

@@ -90,6 +90,8 @@ class WorkerRefit:
     """Whether the update may be staged in the worker, as a second model."""
     sleep_level: int = 0
     """The level at which the worker slept when the refit began; 0 if it was awake."""
+    was_out: bool = False
+    """Whether the worker was out of service when the refit began."""
     releases_kv: bool = False
     """Whether blocks that the worker holds for decode workers may be released: none reads them."""
     _lap_began: float = 0.0
@@ -148,8 +150,8 @@ class WorkerRefit:
             if (left := version_left(self.service.label)) is not None:
                 plan.versions.note_served(left)  # its refit must not bring an older one
         # A worker in doubt is paused, so it could not answer a canary.
-        generates = self.service.label is None or self.service.label >= 0
-        if self._needs_canary and generates and plan.canaries is not None:
+        self.was_out = self.service.label is not None and self.service.label < 0
+        if self._needs_canary and not self.was_out and plan.canaries is not None:
             await plan.canaries.record_before(self.worker)
         self.report.preflight_seconds = self.lap()
 
@@ -235,7 +237,7 @@ class WorkerRefit:
 
     async def pause(self, mode: PauseMode) -> None:
         began = time.monotonic()
-        if self.sleep_level:
+        if self.sleep_level or self.was_out:
             mode = "abort"  # nothing runs in it, and requests that wait there would never end
         if mode == "wait" and self.worker.role:
             # vLLM cannot clear the cache while a request waits for KV of another worker. Such

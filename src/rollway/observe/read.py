@@ -362,8 +362,9 @@ def _put_in_order(tails: Iterable[Tail]) -> Iterator[Entry]:
 class _Roster:
     """Makes every entry `workers` one of the whole stack.
 
-    Each supervisor records the workers that it started, by name, and knows no versions. A driver
-    knows the versions, by instance, and no names."""
+    Each supervisor records the workers that it started, by name, with the versions that they
+    declared some seconds ago. A driver knows the versions at once, by instance, and no names; but
+    it may be killed before it records them. A worker's version never goes down."""
 
     def __init__(self) -> None:
         self._started: dict[str, list[Entry]] = {}
@@ -383,7 +384,7 @@ class _Roster:
             self._listed = entry["workers"]
         versions = {worker["instance"]: worker.get("version") for worker in self._listed}
         started = [
-            {**worker, "version": versions.get(worker["instance"])}
+            {**worker, "version": _find_newest(worker, versions.get(worker["instance"]))}
             for workers in self._started.values()
             for worker in workers
         ]
@@ -394,6 +395,11 @@ class _Roster:
             if worker["instance"] not in self._named
         ]
         return {**entry, "workers": started + others}
+
+
+def _find_newest(worker: Entry, version: int | None) -> int | None:
+    own = worker.get("version")
+    return max((each for each in (own, version) if each is not None), default=None)
 
 
 def _get_time(entry: Entry) -> float:

@@ -190,7 +190,7 @@ class Sender:
     async def _ticket(self, trouble: Trouble, version: int | None = None) -> Ticket:
         """Wait until no refit blocks requests and a worker serves the version; return a ticket."""
         while True:
-            await self._versions.wait_open()
+            await self._versions.wait_open(trouble.patience)
             try:
                 ticket = self._versions.ticket(version)
                 return ticket if self.wire.routed else replace(ticket, taint=None)

@@ -17,7 +17,8 @@ from typing import Any
 from rollway import private, processes
 from rollway.config import StackSpec
 from rollway.errors import StartError
-from rollway.orders import SECRET, SECRET_FILE, read_stack_secret
+from rollway.model_spec import slug
+from rollway.orders import REFITTED_FILE, SECRET, SECRET_FILE, read_stack_secret
 from rollway.processes import ProcessId
 from rollway.stack import logs
 from rollway.stack.history import StackHistory
@@ -106,7 +107,7 @@ class Children:
         identity = ProcessId.of(child.pid)
         state = self.get_state(process.name)
         state.pid, state.start = child.pid, identity.start if identity else None
-        state.ready_seconds, state.instance = None, None
+        state.ready_seconds, state.instance, state.version = None, None, None
         self.report(process, "starting", "")
 
     def _make_environment(self, process: ProcessPlan) -> dict[str, str]:
@@ -119,7 +120,12 @@ class Children:
         # vLLM passes only variables that it knows to Ray actors, and those listed here.
         copied = {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": SECRET_FILE}
         secret = {SECRET_FILE: str(secret_file(self.state))}
-        return {**inherited, **copied, **process.env, **secret}
+        refitted = {REFITTED_FILE: str(self.get_refitted_file(process.model or ""))}
+        return {**inherited, **copied, **process.env, **secret, **refitted}
+
+    def get_refitted_file(self, model: str) -> Path:
+        """Return the file that exists once workers of this model were refitted."""
+        return Path(self.state.run_dir) / f"refitted-{slug(model)}"
 
     def respawn(self, process: ProcessPlan) -> None:
         """Restart a worker that runs but that never appeared in discovery."""
@@ -140,7 +146,7 @@ class Children:
         if (state.state, state.detail) == (new_state, detail):
             return  # polling loops report the same state again and again
         state.state, state.detail = new_state, detail
-        if new_state == "ready":
+        if new_state == "ready" and state.ready_seconds is None:
             state.ready_seconds = round(time.time() - self.state.started_at, 3)
         self.note(new_state, state, pid=state.pid, detail=detail)
         self.write_state()

@@ -13,7 +13,7 @@ from rollway.observe.record import Recorder
 from rollway.observe.runs import prune_runs, remove_run
 from rollway.observe.sample import Sampler, Target
 from rollway.stack.commands import WILDCARDS
-from rollway.stack.state import ProcessState, StackState, find_record_dir
+from rollway.stack.state import LOADED, ProcessState, StackState, find_record_dir
 
 _GAP_SECONDS = 1.0
 _MANY = 64
@@ -106,12 +106,12 @@ class StackHistory:
 
 
 def list_targets(state: StackState) -> list[Target]:
-    """Return where the processes of a stack have their metrics: workers that are ready, and the
+    """Return where the processes of a stack have their metrics: workers with weights, and the
     frontend if it is one of them."""
     targets = [
         Target(p.name, f"{p.admin_url}/metrics", role=p.worker_role, process=(p.pid, p.start))
         for p in state.processes
-        if p.role == "worker" and p.state == "ready" and p.admin_url
+        if p.role == "worker" and p.state in LOADED and p.admin_url
     ]
     targets += [
         Target(p.name, f"{state.frontend}/metrics", "frontend", process=(p.pid, p.start))
@@ -122,14 +122,14 @@ def list_targets(state: StackState) -> list[Target]:
 
 
 def describe_worker(process: ProcessState) -> dict[str, Any]:
-    """Return a worker as an entry `workers` has it. A supervisor does not know versions."""
+    """Return a worker as an entry `workers` has it."""
     return {
         "name": process.name,
         "instance": None if process.instance is None else str(process.instance),
         "node": process.node or _find_node(process.admin_url),
         "role": process.worker_role,
         "state": process.state,
-        "version": None,
+        "version": process.version,
         "restarts": process.restarts,
         "pid": process.pid,
         "model": process.model,

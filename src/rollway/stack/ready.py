@@ -14,14 +14,16 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from rollway.errors import RequestFailed, RolloutError, RollwayError, StartError, Unreachable
+from rollway.fleet.admin import leaving_label
 from rollway.fleet.discovery import RlListing, Worker, discover
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import ONCE, Http
+from rollway.orders import DOOR
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.stack import logs
 from rollway.stack.plan import ProcessPlan, StackPlan
-from rollway.stack.state import is_at
+from rollway.stack.state import WAITS_FOR_REFIT, is_at
 from rollway.versions import BASE_VERSION, taint_of
 
 Report = Callable[[ProcessPlan, str, str], None]
@@ -38,6 +40,10 @@ _LISTING_SECONDS = 3.0
 """How often workers are listed before all of them answer."""
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 _UNTRUSTED_ANSWERS = 3
+_OUT_OF_ROUTING = (
+    "out of routing, because it has the base weights and the others were refitted: refit again, or "
+    "`rollway fleet watch` refits it from the version's checkpoint"
+)
 _WARM_UPS = (Sampling(max_tokens=2, temperature=0.0), Sampling(max_tokens=2, temperature=1.0))
 
 
@@ -117,8 +123,11 @@ class ServingCheck:
         if not workers:
             return {}
         listed = await self._wait_for_registration(workers, used_ids, on_lost)
-        await self._wait_for_models({worker.model for worker in workers if worker.model})
-        await asyncio.gather(*(self._finish(worker, listed[worker.name]) for worker in workers))
+        held = {worker.name for worker in workers if await self._is_held(listed[worker.name])}
+        # The frontend does not know workers that are held; without others, nor does it the model.
+        await self._wait_for_models({w.model for w in workers if w.model and w.name not in held})
+        finishes = (self._finish(w, listed[w.name], is_held=w.name in held) for w in workers)
+        await asyncio.gather(*finishes)
         return {name: entry.instance_id for name, entry in listed.items()}
 
     async def _wait_for_rank_zero(self, rank: ProcessPlan) -> None:
@@ -136,14 +145,28 @@ class ServingCheck:
                 await asyncio.sleep(_POLL_SECONDS)
         self._report(rank, "ready", "")
 
-    async def _finish(self, worker: ProcessPlan, listed: Worker) -> None:
+    async def _finish(self, worker: ProcessPlan, listed: Worker, *, is_held: bool) -> None:
+        if is_held:
+            await self._declare(listed, leaving_label(BASE_VERSION), [])
+            self._report(worker, WAITS_FOR_REFIT, _OUT_OF_ROUTING)
+            return
         if self._warmup:
             self._report(worker, "warming up", "first greedy and first sampled request")
             await self.warm_up(worker, listed.instance_id)
         if worker.engine != "mocker":
             # Every start of a worker, a restart too, loads the checkpoint of the spec.
-            await self._declare_base(listed)
+            await self._declare(listed, BASE_VERSION, [taint_of(BASE_VERSION)])
         self._report(worker, "ready", "")
+
+    async def _is_held(self, listed: Worker) -> bool:
+        """Return whether a worker keeps itself out of routing (`rollway/engine/guard.py`)."""
+        if not listed.admin_url:
+            return False  # a mocker
+        try:
+            answer = await self._http.post(f"{listed.admin_url}/engine/{DOOR}", {}, timeout=5.0)
+        except RequestFailed:  # it has no guard
+            return False
+        return bool(answer.get("held"))
 
     async def _wait_for_registration(
         self,
@@ -235,8 +258,8 @@ class ServingCheck:
             log_tail="\n".join(logs.read_error_tail(log)) if log else "",
         )
 
-    async def _declare_base(self, listed: Worker) -> None:
-        """Set the taint and then the label of the base version. The caller limits the time.
+    async def _declare(self, listed: Worker, label: int, taints: Sequence[str]) -> None:
+        """Set the taints and then the label of a worker. The caller limits the time.
 
         The label comes last: once a worker has it, a refit may change both. A worker that has a
         label already was refitted by a process that did not wait for this start."""
@@ -244,8 +267,8 @@ class ServingCheck:
             try:
                 async with DynamoAdmin(self._http, secret=self._secret).pin() as admin:
                     if await admin.weight_version(listed) is None:
-                        await admin.set_taints(listed, [taint_of(BASE_VERSION)])
-                        await admin.declare_version(listed, BASE_VERSION)
+                        await admin.set_taints(listed, taints)
+                        await admin.declare_version(listed, label)
                 return
             except RollwayError:
                 await asyncio.sleep(_POLL_SECONDS)

@@ -44,6 +44,11 @@ DETACH = b"D"
 
 WAITS_FOR_REPLICA = "waiting for its replica"
 """The state of a dead rank whose replica runs on several machines: it restarts with the others."""
+WAITS_FOR_REFIT = "waiting for a refit"
+"""The state of a worker that started after a refit: out of routing until it is refitted, too."""
+PAUSED = "paused"
+LOADED = ("ready", PAUSED, WAITS_FOR_REFIT)
+"""The states of workers that have weights and declare a version."""
 
 LARGEST_STATE = 16 << 20  # bytes; the state of 4,096 workers has 3 MB
 _LARGEST_HISTORY = 4 << 20
@@ -74,6 +79,8 @@ class ProcessState:
     ready_seconds: float | None = None
     instance: int | None = None
     """Dynamo's id of the running worker, once it has registered."""
+    version: int | None = None
+    """The weight version that the worker last declared."""
     node: str = ""
     """The address of its node, for a stack on Ray."""
     replica: int | None = None
@@ -178,7 +185,7 @@ def get_stop_seconds(state: StackState) -> float:
 
     A worker that is still loading its model ignores SIGTERM and has nothing to finish."""
     workers = [process for process in state.processes if process.role == "worker"]
-    if any(worker.state != "ready" for worker in workers):
+    if any(worker.state not in LOADED for worker in workers):
         return min(state.stop_seconds, 3.0)
     return state.stop_seconds
 

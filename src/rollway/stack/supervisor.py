@@ -34,7 +34,10 @@ from typing import Any
 from rollway import processes
 from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
-from rollway.http import Http
+from rollway.fleet.admin import parse_label, version_left
+from rollway.fleet.discovery import RlListing, discover
+from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.http import ONCE, Http
 from rollway.stack import logs
 from rollway.stack.children import Children, describe_exit, find_hint
 from rollway.stack.commands import get_dial_address
@@ -49,7 +52,14 @@ from rollway.stack.ready import (
     wait_until_joinable,
     wait_until_open,
 )
-from rollway.stack.state import DETACH, WAITS_FOR_REPLICA, ProcessState, StackDir
+from rollway.stack.state import (
+    DETACH,
+    LOADED,
+    PAUSED,
+    WAITS_FOR_REPLICA,
+    ProcessState,
+    StackDir,
+)
 
 _ROTATE_SECONDS = 1.0
 
@@ -122,6 +132,8 @@ class Supervisor:
         # the whole stack if that fails.
         if self._spec.join is not None and self._spec.placed is None:
             await self._run_start_step(wait_until_joinable(self._http, plan))
+        if self._spec.join is not None:
+            await self._run_start_step(healer.note_refits())
         for service in plan.by_role("service"):
             children.spawn(service)
             await self._run_start_step(healer.wait_for_service(service))
@@ -230,6 +242,7 @@ WATCH_SECONDS = 0.2
 _SCAN_SECONDS = 5.0
 _STABLE_SECONDS = 60.0
 _REGISTRATION_SECONDS = 10.0
+_LABEL_SECONDS = 2.0
 
 
 class Healer:
@@ -256,7 +269,10 @@ class Healer:
 
     async def watch(self, stopping: asyncio.Event) -> None:
         """Restart what dies until `stopping` is set."""
-        registrations = asyncio.create_task(self._watch_registrations())
+        watches = [
+            asyncio.create_task(self._watch_registrations()),
+            asyncio.create_task(self._watch_labels()),
+        ]
         next_scan = 0.0
         try:
             while not stopping.is_set():
@@ -270,7 +286,8 @@ class Healer:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stopping.wait(), WATCH_SECONDS)
         finally:
-            registrations.cancel()
+            for each in watches:
+                each.cancel()
 
     def cancel(self) -> None:
         """Give up all restarts that are under way."""
@@ -303,6 +320,17 @@ class Healer:
         await wait_until_open(self._http, f"{self._children.plan.frontend_url}/health")
         self._children.report(frontend, "ready", "")
 
+    async def note_refits(self) -> None:
+        """Record whether workers that this stack joins were refitted: then its own wait for it."""
+        admin = DynamoAdmin(self._http)
+        with contextlib.suppress(RollwayError):  # the frontend may be starting, too
+            for worker in await discover(
+                self._http, RlListing(self._children.plan.rl_url), retry=ONCE
+            ):
+                label = None if worker.error else await admin.weight_version(worker)
+                if (version_left(label) or label or 0) > 0:
+                    self._children.get_refitted_file(worker.model).touch()
+
     async def _watch_registrations(self) -> None:
         """Kill workers that run but have dropped out of discovery; `watch` restarts them."""
         children, counter = self._children, MissingCounter()
@@ -321,6 +349,33 @@ class Healer:
                     continue  # it was restarted while the listing was read
                 children.report(children.plans[name], "lost", "it runs, but discovery lost it")
                 children.running[name].kill()
+
+    async def _watch_labels(self) -> None:
+        """Record what each worker declares: its version, whichever process refitted it, whether
+        it is paused, and whether one that was out of routing has been refitted."""
+        while True:
+            await asyncio.sleep(_LABEL_SECONDS)
+            await asyncio.gather(*map(self._read_label, self._children.plans.values()))
+
+    async def _read_label(self, process: ProcessPlan) -> None:
+        children, state = self._children, self._children.get_state(process.name)
+        if state.state not in LOADED or process.admin_url is None or process.engine == "mocker":
+            return
+        url, instance = f"{process.admin_url}/engine/get_weight_version", state.instance
+        try:
+            answer = await self._http.post(url, {}, timeout=5.0, retry=ONCE)
+        except RollwayError:
+            return
+        label = parse_label(answer.get("version"))
+        if state.instance != instance or state.state not in LOADED or label is None or label < 0:
+            return  # it was restarted meanwhile, or changes weights
+        has_changed, state.version = state.version != label, label
+        if answer.get("paused"):
+            children.report(process, PAUSED, "`rollway fleet resume` resumes it")
+        else:
+            children.report(process, "ready", "")
+        if has_changed:
+            children.write_state()
 
     async def _restart(self, name: str) -> None:
         """Restart a dead process until it serves, with a longer wait after each failure."""

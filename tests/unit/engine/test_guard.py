@@ -226,7 +226,7 @@ async def test_the_engine_gets_every_label_of_the_worker() -> None:
         await write({"weight_version": label})
     assert handler.labels == [7, -3, 8, None]
     reply = {"status": "ok", "version": "by another tool", "enforced": True, "asleep": 0}
-    assert await read({}) == reply
+    assert await read({}) == {**reply, "paused": False}
 
 
 @pytest.mark.parametrize(("given", "used"), [(0, STOP_SECONDS), (None, None), (7, 7)])
@@ -333,10 +333,15 @@ def test_an_engine_whose_client_does_not_generate_is_left_alone() -> None:
     guard.send_plain_logprobs(client, "request-1".__eq__)
 
 
+def make_endpoint_class() -> type:
+    methods = ("serve_endpoint", "unregister_endpoint_instance")
+    return type("Endpoint", (), {name: lambda *_: None for name in methods})
+
+
 async def test_orders_of_a_worker_need_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     routes: dict[str, Any] = {}
     runtime = type("Runtime", (), {"register_engine_route": lambda _, n, f: routes.update({n: f})})
-    endpoint = type("Endpoint", (), {"serve_endpoint": lambda *_: None})
+    endpoint = make_endpoint_class()
     core = SimpleNamespace(DistributedRuntime=runtime, Endpoint=endpoint)
     monkeypatch.setattr(importlib, "import_module", lambda _: core)
     guard, handler = Guard("a secret"), Handler()
@@ -358,7 +363,7 @@ async def test_vllm_reads_its_environment_once_when_a_worker_serves(
 ) -> None:
     calls: list[str] = []
     runtime = type("Runtime", (), {"register_engine_route": lambda *_: None})
-    endpoint = type("Endpoint", (), {"serve_endpoint": lambda *_: None})
+    endpoint = make_endpoint_class()
     core = SimpleNamespace(DistributedRuntime=runtime, Endpoint=endpoint)
     monkeypatch.setattr(importlib, "import_module", lambda _: core)
     envs = SimpleNamespace(enable_envs_cache=lambda: calls.append("cached"))
@@ -377,7 +382,7 @@ async def test_a_worker_that_serves_does_not_search_what_it_began_with(
     """A search of all objects that vLLM brings would stop the event loop for 0.4 s."""
     handler = Handler()
     runtime = type("Runtime", (), {"register_engine_route": lambda *_: None})
-    endpoint = type("Endpoint", (), {"serve_endpoint": lambda *_: None})
+    endpoint = make_endpoint_class()
     core = SimpleNamespace(DistributedRuntime=runtime, Endpoint=endpoint)
     monkeypatch.setattr(importlib, "import_module", lambda _: core)
     install(Guard("secret"))

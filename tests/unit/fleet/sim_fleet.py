@@ -896,6 +896,9 @@ class SimAdmin:
     def sleep_level(self, worker: Worker) -> int:
         return self._owner.levels.get(worker.instance_id, 0)
 
+    def is_paused(self, worker: Worker) -> bool:
+        return False
+
     async def memory(self, worker: Worker, level: int = 0) -> Any:
         return await self._call(worker, "memory", lambda w, _: w.memory(), level)
 

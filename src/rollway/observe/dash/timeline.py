@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,8 @@ all calls in it (`flush.…`), or of a part of an order."""
 KEPT = 50
 _MOST_WORKERS = 1_024
 _MOST_STEPS = 64  # of one worker; the protocol has eight, in at most three passes
+_LONGEST_STEP_SECONDS = 1020.0
+"""A pause and an update may take this long by default. After it nobody refits any more."""
 STRAGGLER_RATIO = 1.5
 STRAGGLER_SECONDS = 0.05
 
@@ -170,7 +172,18 @@ class Timeline:
 
     @property
     def running(self) -> list[RefitView]:
-        return list(self._running.values())
+        return [refit for refit in self._running.values() if refit.ended is None]
+
+    def end_served(self, versions: Sequence[int | None], t: float) -> None:
+        """End the refits whose version all workers serve, or a newer one. A process that was
+        killed in a refit records no end of it, but the orders to its workers end by themselves."""
+        served = min((-1 if version is None else version for version in versions), default=-1)
+        for refit in self.running:
+            last = max(at for steps in refit.steps.values() for at, _ in steps)
+            if refit.version <= served:
+                refit.ended, refit.outcome = t, "ok"
+            elif t - last > _LONGEST_STEP_SECONDS:
+                refit.ended, refit.outcome = last, "unfinished"
 
     def get(self, key: str) -> RefitView | None:
         return next((refit for refit in self.refits if refit.key == key), None)

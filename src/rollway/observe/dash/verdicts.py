@@ -80,15 +80,34 @@ def judge_exact(
 
 
 def judge_fresh(
-    versions: list[int | None], newest: int | None, is_refitting: bool, behind_seconds: float
+    versions: list[int | None],
+    paused: int,
+    held: int,
+    newest: int | None,
+    is_refitting: bool,
+    behind_seconds: float,
 ) -> Verdict:
-    """Judge whether every serving worker has the newest weights; `versions` has one per worker."""
+    """Judge whether every serving worker has the newest weights; `versions` has one per worker.
+    `paused` workers have to be resumed, and `held` ones, which started after a refit, refitted."""
     threshold = f"spread 0, red after {FRESH_SECONDS:g} s outside a refit"
     metric = "rollway_version_spread"
     if not versions:
         return Verdict(
             "fresh", "unknown", "–", threshold, "No worker has been recorded yet.", metric
         )
+    if paused and not is_refitting:
+        sentence = (
+            f"{_count(paused, 'worker')} {_is(paused)} paused: no request gets an answer of "
+            f"{'it' if paused == 1 else 'them'} before `rollway fleet resume`."
+        )
+        return Verdict("fresh", "warn", "paused", threshold, sentence, metric)
+    if held and not is_refitting:
+        sentence = (
+            f"{_count(held, 'worker')} {_is(held)} out of routing with the base weights: refit "
+            "again, or run `rollway fleet watch`."
+        )
+        figure = f"{len(versions)} of {len(versions) + held}"
+        return Verdict("fresh", "warn", figure, threshold, sentence, metric)
     current = [version for version in versions if version is not None and version == newest]
     figure = f"{len(current)} of {len(versions)}"
     if newest is None:
@@ -99,7 +118,7 @@ def judge_fresh(
         sentence = f"{noun} version {newest}, the newest."
         return Verdict("fresh", "good", figure, threshold, sentence, metric)
     behind = len(versions) - len(current)
-    verb = "is" if behind == 1 else "are"
+    verb = _is(behind)
     if is_refitting:
         sentence = (
             f"A refit to version {newest} runs; {_count(behind, 'worker')} {verb} not there yet."
@@ -155,6 +174,10 @@ def _grade(is_good: bool, is_fair: bool) -> Level:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _is(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 def _was(number: int) -> str:

@@ -311,6 +311,7 @@ class View:
         k3 = None if newest is None else self._mismatch[newest]["k3"]
         behind = 0.0 if self.workers.behind_since is None else self.now - self.workers.behind_since
         window = [each for each in self._recent if each.t > self.now - WINDOW_SECONDS]
+        self.timeline.end_served(self.workers.list_served_versions(), self.now)
         target = max((refit.version for refit in self.timeline.running), default=None)
         serving = self.workers.list_served_versions() or [None] * len(self.workers)
         return [
@@ -319,6 +320,8 @@ class View:
             ),
             verdicts.judge_fresh(
                 serving,
+                self.workers.count("paused"),
+                self.workers.count("waiting for a refit"),
                 self.workers.newest if target is None else target,
                 target is not None,
                 behind,

@@ -207,6 +207,10 @@ class Workers:
         served = [row["version"] for row in rows if row["state"] in SERVING]
         return served or [row["version"] for row in rows if row["state"] in ENDING]
 
+    def count(self, state: str) -> int:
+        """Return how many workers are in a state."""
+        return sum(row["state"] == state for row in self._rows.values())
+
     def get_spread(self) -> int | None:
         known = [version for version in self.list_served_versions() if version is not None]
         return max(known) - min(known) if known else None
