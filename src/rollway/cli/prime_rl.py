@@ -33,7 +33,6 @@ def serve(options: argparse.Namespace) -> int:
         marker=options.marker,
         gate_seconds=options.gate_seconds,
         weight_broadcast=options.weight_broadcast,
-        per_worker=options.per_worker,
     )
     asyncio.run(server.serve(serve_options, access, tls))
     return 0
@@ -57,7 +56,7 @@ def config(options: argparse.Namespace) -> int:
         return str(answer["data"][0]["id"])
 
     model = asyncio.run(read_model())
-    text = make_toml(model, url, admin, options.generation)
+    text = make_toml(model, url, admin)
     if options.json:
         print_json({"toml": text})
     else:

@@ -13,13 +13,11 @@ from aiohttp.test_utils import TestServer
 from rollway.cli import main
 from rollway.errors import UsageError
 from rollway.integrations.prime_rl.check import (
-    Generation,
     find_problems,
     find_remote_problems,
     make_toml,
     read_toml,
 )
-from rollway.integrations.prime_rl.client import DynamoAdminAPI, read_config, setup_admin_api
 
 CLIENT = """
 [orchestrator.model.client]
@@ -28,9 +26,8 @@ admin_base_url = ["http://gw:8100/v1"]
 """
 
 
-@pytest.mark.parametrize("generation", ["june", "snapshot", "main"])
-def test_what_config_prints_has_no_problem(generation: Generation) -> None:
-    text = make_toml("policy", "http://gw:8000/v1", "http://gw:8100/v1", generation)
+def test_what_config_prints_has_no_problem() -> None:
+    text = make_toml("policy", "http://gw:8000/v1", "http://gw:8100/v1")
     assert find_problems(tomllib.loads(text)) == []
 
 
@@ -54,8 +51,7 @@ def test_what_config_prints_has_no_problem(generation: Generation) -> None:
             CLIENT + "[weight_broadcast]\nquantize_in_weight_transfer = true\n",
             "weight_broadcast.quantize_in_weight_transfer",
         ),
-        (CLIENT + "backend = 'dynamo'\ndynamo = {}\n", "orchestrator.model.client.backend"),
-        (CLIENT + "rl_base_url = ['http://gw:8001']\n", "orchestrator.model.client.backend"),
+        (CLIENT + "backend = 'dynamo'\n", "orchestrator.model.client.backend"),
         (CLIENT + "elastic = {hostname = 'a'}\n", "orchestrator.model.client.elastic"),
         (CLIENT.replace("8100/v1", "8100/v1/rl"), "orchestrator.model.client.admin_base_url"),
         (
@@ -69,14 +65,6 @@ def test_a_problem_is_named_by_its_key(text: str, key: str) -> None:
     problems = find_problems(tomllib.loads(text))
     assert key in [problem.key for problem in problems]
     assert all(problem.cause and problem.fix for problem in problems)
-
-
-def test_the_config_of_june_names_its_backend() -> None:
-    """Without it, June's client would send the calls of vLLM's server to Dynamo."""
-    toml = tomllib.loads(make_toml("m", "http://gw:8000/v1", "http://gw:8100/v1", "june"))
-    config = read_config(toml["orchestrator"]["client"])
-    assert config.backend == "dynamo" and config.rl_base_url == ["http://gw:8100"]
-    assert isinstance(setup_admin_api(config), DynamoAdminAPI)
 
 
 def test_steps_may_be_fewer(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 from rollway.errors import RollwayError, UsageError
 from rollway.http import ONCE, Http
 
-Generation = Literal["june", "snapshot", "main"]
 _JUNE = ("backend", "rl_base_url", "elastic", "dp_rank_count", "router_url", "timeout")
 _CLIENT_TABLES = (
     ("orchestrator", "model", "client"),
@@ -139,22 +138,15 @@ def _check_model(
             yield Problem(".".join((*path, "name")), cause, fix)
 
 
-def make_toml(model: str, url: str, admin_url: str, generation: Generation = "snapshot") -> str:
+def make_toml(model: str, url: str, admin_url: str) -> str:
     """Return the part of prime-rl's config that names a running server."""
-    client = [f'base_url = "{url}"', f'admin_base_url = ["{admin_url}"]']
-    if generation == "june":
-        client = [
-            'backend = "dynamo"',
-            f'base_url = ["{url}"]',
-            f'rl_base_url = ["{admin_url.removesuffix("/v1")}"]',
-        ]
-    table = "orchestrator.client" if generation == "june" else "orchestrator.model.client"
     lines = [
         "[orchestrator.model]",
         f'name = "{model}"',
         "",
-        f"[{table}]",
-        *client,
+        "[orchestrator.model.client]",
+        f'base_url = "{url}"',
+        f'admin_base_url = ["{admin_url}"]',
         "",
         "[weight_broadcast]",
         'type = "filesystem"',
@@ -170,19 +162,12 @@ def _check_client(client: Mapping[str, Any], name: str) -> Iterator[Problem]:
             "Add base_url and admin_base_url; `rollway prime-rl config` prints them.",
         )
         return
-    june = [key for key in _JUNE if key in client]
-    if june and "dynamo" in client:
-        cause = f"`{june[0]}` is a key of June 2026, `dynamo` of September."
-        yield Problem(f"{name}.{june[0]}", cause, "Keep the one that your prime-rl knows.")
-    if "rl_base_url" in client and client.get("backend") != "dynamo":
-        cause = "Without backend, the orchestrator asks for vLLM's routes, and not for Dynamo's."
-        yield Problem(f"{name}.backend", cause, 'Add backend = "dynamo".')
-    if not june and isinstance(client.get("base_url"), list):
-        cause = "base_url is a list, which only prime-rl of June 2026 accepts."
+    for key in (key for key in _JUNE if key in client):
+        cause = f"`{key}` is a key of pull requests of June 2026 that were never merged."
+        yield Problem(f"{name}.{key}", cause, "Remove it: the server follows the fleet.")
+    if isinstance(client.get("base_url"), list):
+        cause = "base_url is a list, which prime-rl has not accepted since June 2026."
         yield Problem(f"{name}.base_url", cause, "Write one text.")
-    if client.get("elastic"):
-        cause = "The elastic pool talks to each worker by itself, past the server's gate."
-        yield Problem(f"{name}.elastic", cause, "Remove it: the server follows the fleet.")
     for url in _list_urls(client.get("admin_base_url")):
         if urlsplit(url).path.rstrip("/") not in ("", "/v1"):
             cause = f"{url} is not a server's address, but a path of a frontend."

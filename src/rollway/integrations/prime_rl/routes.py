@@ -4,7 +4,6 @@
     admin      POST /pause /update_weights /resume /init_broadcaster
                POST /load_lora_adapter /unload_lora_adapter
                GET /v1/rl/workers   POST /collective_rpc /engine/*   (`virtual_worker`)
-               POST /workers/<key>/engine/*   GET …/health …/metrics   (`per_worker`)
     both       GET /health /liveness /v1/models /metrics
                POST, GET /v1/rollway/trainer_logprobs
 
@@ -46,7 +45,6 @@ from rollway.integrations.prime_rl.generate import (
 )
 from rollway.integrations.prime_rl.groups import read_request
 from rollway.integrations.prime_rl.lora import AdapterAliases
-from rollway.integrations.prime_rl.per_worker import WorkerParts
 from rollway.integrations.prime_rl.trainer_logprobs import MismatchRecord
 from rollway.integrations.prime_rl.updates import WeightUpdates
 from rollway.integrations.prime_rl.virtual_worker import VirtualWorker
@@ -77,8 +75,6 @@ class PrimeRl:
     experts: int | None = None
     """The number of experts of the model, if replies carry those of each token."""
     plane: Plane = "both"
-    parts: WorkerParts | None = None
-    """Lists each worker by itself; without it, the fleet is one virtual worker."""
     mismatches: MismatchRecord = field(default_factory=MismatchRecord)
     gateway: Gateway | None = None
     """Answers chats; set once it is made."""
@@ -116,11 +112,6 @@ class PrimeRl:
             router.add_get("/v1/rl/workers", self.list_workers)
             router.add_post("/collective_rpc", _for_operators(self.call_method))
             router.add_post("/engine/{route:.+}", _for_operators(self.call_route))
-            if self.parts is not None:
-                router.add_get("/workers/{worker}/health", self.show_worker_health)
-                router.add_get("/workers/{worker}/metrics", self.show_worker_metrics)
-                path = "/workers/{worker}/engine/{route}"
-                router.add_post(path, _for_operators(self.call_worker_route))
 
     async def admit(self, request: web.Request) -> None:
         """Let requests for new tokens wait at the gate."""
@@ -311,11 +302,8 @@ class PrimeRl:
     # --- for generations that discover workers ---------------------------------------------------
 
     async def list_workers(self, request: web.Request) -> web.Response:
-        virtual, origin = self._make_worker(), _find_origin(request)
-        if self.parts is not None:
-            return json_response(await self.parts.list_workers(virtual, origin))
         error = "" if await self._list_answering() else "no worker answers yet"
-        return json_response(virtual.list_workers(origin, error))
+        return json_response(self._make_worker().list_workers(_find_origin(request), error))
 
     async def call_method(self, request: web.Request) -> web.Response:
         return json_response(await self._make_worker().call_method(_read_object(request)))
@@ -323,23 +311,6 @@ class PrimeRl:
     async def call_route(self, request: web.Request) -> web.Response:
         name = request.match_info["route"]
         return json_response(await self._make_worker().call_route(name, _read_object(request)))
-
-    async def call_worker_route(self, request: web.Request) -> web.Response:
-        assert self.parts is not None
-        key, name = request.match_info["worker"], request.match_info["route"]
-        virtual, body = self._make_worker(), _read_object(request)
-        return json_response(await self.parts.call_route(virtual, key, name, body))
-
-    async def show_worker_health(self, request: web.Request) -> web.Response:
-        assert self.parts is not None
-        await self.parts.find_worker(request.match_info["worker"])
-        return json_response({"status": "ok"})
-
-    async def show_worker_metrics(self, request: web.Request) -> web.Response:
-        """Show the series of one worker: a client that reads every worker's adds them up."""
-        assert self.parts is not None
-        worker = await self.parts.find_worker(request.match_info["worker"])
-        return web.Response(text=await self.metrics.read(worker), content_type="text/plain")
 
     def _make_worker(self) -> VirtualWorker:
         return VirtualWorker(self.model, self.updates, self.adapters)

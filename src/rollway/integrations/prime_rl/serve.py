@@ -28,7 +28,6 @@ from rollway.integrations.prime_rl.engine_metrics import EngineMetrics
 from rollway.integrations.prime_rl.groups import Broadcaster, BroadcastType
 from rollway.integrations.prime_rl.lora import AdapterAliases
 from rollway.integrations.prime_rl.memory import Memory, find_file, hold_alone
-from rollway.integrations.prime_rl.per_worker import WorkerParts
 from rollway.integrations.prime_rl.routes import PrimeRl
 from rollway.integrations.prime_rl.updates import GATE_SECONDS, WeightUpdates
 from rollway.rollout.experts import count_experts
@@ -49,8 +48,6 @@ class ServeOptions:
     marker: Marker = "either"
     gate_seconds: float = GATE_SECONDS
     weight_broadcast: BroadcastType = "auto"
-    per_worker: bool = False
-    """Whether the listing names each worker, and not one that stands for all."""
 
 
 async def serve(options: ServeOptions, access: Access, tls: ssl.SSLContext | None = None) -> None:
@@ -104,7 +101,6 @@ async def extend(stack: Stack, gateway: Gateway, options: ServeOptions) -> Async
                 AdapterAliases(fleet, rules, memory, partial(stack.publisher, model=gateway.model)),
                 EngineMetrics(http, fleet),
                 experts,
-                parts=WorkerParts(fleet) if options.per_worker else None,
             )
             extension.gateway = replace(gateway, extension=extension)
             try:
