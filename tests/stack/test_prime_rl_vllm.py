@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -130,9 +129,8 @@ def test_the_concurrency_controller_finds_its_series(server: PrimeServer) -> Non
 
 
 def _read_samples(server: PrimeServer) -> list[Any]:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
-        page = answer.read().decode()
-    return [s for family in text_string_to_metric_families(page) for s in family.samples]
+    page = text_string_to_metric_families(server.read_page())
+    return [s for family in page for s in family.samples]
 
 
 def _count_running(server: PrimeServer) -> float:

@@ -18,6 +18,7 @@ from rollway.integrations.prime_rl.check import (
     make_toml,
     read_toml,
 )
+from tests.awkward_tokenizer import build
 
 CLIENT = """
 [orchestrator.model.client]
@@ -78,7 +79,12 @@ def test_steps_may_be_fewer(tmp_path: Path) -> None:
         read_toml(tmp_path / "none.toml")
 
 
-async def test_addresses_are_asked_for_their_series() -> None:
+async def test_addresses_are_asked_for_their_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And names for their tokenizers: prime-rl loads the one of rollouts by the model's name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    policy = str(build(tmp_path))
     page = ["dynamo_frontend_requests_total 1\n"]
 
     async def metrics(request: web.Request) -> web.Response:
@@ -88,7 +94,7 @@ async def test_addresses_are_asked_for_their_series() -> None:
         return web.json_response({})
 
     async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "policy"}]})
+        return web.json_response({"data": [{"id": policy}, {"id": "policy"}]})
 
     app = web.Application()
     app.router.add_get("/v1/models", models)
@@ -100,9 +106,11 @@ async def test_addresses_are_asked_for_their_series() -> None:
         assert "vllm:*" in problem.cause
         page[0] = 'vllm:num_requests_running{engine="0"} 0\n'
         assert await find_remote_problems(config) == []
-        assert await find_remote_problems({**config, "model": {"name": "policy"}}) == []
-        (problem,) = await find_remote_problems({**config, "model": {"name": "other"}})
-        assert problem.key == "model.name" and "only policy" in problem.cause
+        assert await find_remote_problems({**config, "model": {"name": policy}}) == []
+        (problem,) = await find_remote_problems({**config, "model": {"name": "policy"}})
+        assert problem.key == "model.name" and "loads a tokenizer by this name" in problem.cause
+        problem, _ = await find_remote_problems({**config, "model": {"name": "other"}})
+        assert problem.key == "model.name" and f"only {policy}" in problem.cause
     (problem,) = await find_remote_problems(config)
     assert "prime-rl serve" in problem.fix
 

@@ -43,8 +43,9 @@ async def serving(
     rules = BroadcastRules([directory], directory, marker_seconds=0.0)
     known, memory = cast(Fleet, fleet), Memory(run="r")
     extension = PrimeRl(
-        cast(Stack, SimpleNamespace(fleet_of=lambda _: fleet)),
+        cast(Stack, SimpleNamespace(fleet_of=lambda _: fleet, run_recorder=None)),
         "m",
+        "/models/m",
         2048,
         WeightUpdates(known, rules, memory),
         AdapterAliases(known, rules, memory, cast(Any, None)),

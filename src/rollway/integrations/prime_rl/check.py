@@ -93,7 +93,7 @@ async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
                 )
                 listing = await ask(f"{base}/v1/models")
             except RollwayError as error:
-                problems.append(Problem(key, error.message, _START_FIX))
+                problems.append(Problem(key, error.message, _find_fix(error, client)))
                 continue
             if "vllm:" not in page:
                 cause = f"{base}/metrics has no vllm:* series, so one episode stays in flight."
@@ -107,7 +107,17 @@ async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
                 problems.append(Problem(f"{name}.base_url", error.message, _START_FIX))
             else:
                 problems += check_answers(health, url, f"{name}.base_url", "rollouts")
-    return problems
+    return [*problems, *_check_tokenizers(config)]
+
+
+def _find_fix(error: RollwayError, client: Mapping[str, Any]) -> str:
+    """Return what helps: another token if the server refused the one that prime-rl would send."""
+    if getattr(error, "status", None) != 401:
+        return _START_FIX
+    from rollway.integrations.prime_rl.serve import API_KEY, make_export
+
+    name = str(client.get("api_key_var", API_KEY))
+    return f"Before prime-rl, run: {make_export().replace(API_KEY, name)}"
 
 
 def make_headers(client: Mapping[str, Any]) -> dict[str, str]:
@@ -134,8 +144,27 @@ def _check_model(
         name = _find_table(config, path).get("name")
         if isinstance(name, str) and name not in served and not client.get("skip_model_check"):
             cause = f"The server has no model `{name}`, only {', '.join(served)}."
-            fix = "Use that name, or start the stack with `--set models.0.name=…`."
+            fix = "Use that name: `rollway prime-rl config` prints it."
             yield Problem(".".join((*path, "name")), cause, fix)
+
+
+def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for a name without a tokenizer. prime-rl's orchestrator loads the one of
+    [tokenizer], and its env servers that of the model's name, whatever [tokenizer] says."""
+    from transformers import AutoTokenizer
+
+    for place in ("model", "tokenizer") if _has_orchestrator(config) else ():
+        for path in (("orchestrator", place), (place,)):
+            table = _find_table(config, path)
+            name = table.get("name")
+            if not isinstance(name, str) or table.get("trust_remote_code"):
+                continue  # whose code must not run here
+            try:
+                AutoTokenizer.from_pretrained(name)
+            except (OSError, ValueError) as error:
+                cause = f"prime-rl loads a tokenizer by this name: {str(error).splitlines()[0]}"
+                fix = "Use the checkpoint's path, as `rollway prime-rl config` prints it."
+                yield Problem(".".join((*path, "name")), cause, fix)
 
 
 def make_toml(model: str, url: str, admin_url: str) -> str:

@@ -68,6 +68,8 @@ class PrimeRl:
 
     stack: Stack
     model: str
+    name: str
+    """What prime-rl calls the model: it loads the rollout tokenizer by this name."""
     context_length: int
     updates: WeightUpdates
     adapters: AdapterAliases
@@ -93,8 +95,8 @@ class PrimeRl:
         ):
             router.add_get(path, handler)
         path = "/v1/rollway/trainer_logprobs"
-        router.add_post(path, _for_operators(self.compare_logprobs))
-        router.add_get(path, _for_operators(self.show_mismatch))
+        router.add_post(path, self._for_operators(self.compare_logprobs))
+        router.add_get(path, self._for_operators(self.show_mismatch))
         if self.plane != "admin":
             router.add_post("/inference/v1/generate", self.generate)
             router.add_post("/v1/chat/completions", self.chat)
@@ -108,10 +110,10 @@ class PrimeRl:
                 ("/load_lora_adapter", self.load_adapter),
                 ("/unload_lora_adapter", self.unload_adapter),
             ):
-                router.add_post(path, _for_operators(handler))
+                router.add_post(path, self._for_operators(handler))
             router.add_get("/v1/rl/workers", self.list_workers)
-            router.add_post("/collective_rpc", _for_operators(self.call_method))
-            router.add_post("/engine/{route:.+}", _for_operators(self.call_route))
+            router.add_post("/collective_rpc", self._for_operators(self.call_method))
+            router.add_post("/engine/{route:.+}", self._for_operators(self.call_route))
 
     async def admit(self, request: web.Request) -> None:
         """Let requests for new tokens wait at the gate."""
@@ -122,14 +124,14 @@ class PrimeRl:
 
     def find_model(self, name: Any) -> str:
         """Return the model or the version of an adapter that a request means."""
-        if name in (None, "", self.model):
+        if name in (None, "", self.model, self.name):
             return self.model
         served = self.adapters.find(name) if isinstance(name, str) else None
         if served is None:
             raise Refused(
                 404,
                 f"The model `{name}` is not served.",
-                f"Use `{self.model}`, or the name of an adapter that was loaded.",
+                f"Use `{self.name}`, or the name of an adapter that was loaded.",
                 kind="not_found",
             )
         return served
@@ -221,8 +223,10 @@ class PrimeRl:
         return web.Response(body=body, status=status, content_type="application/json")
 
     async def list_models(self, request: web.Request) -> web.Response:
-        base = {"id": self.model, "object": "model", "owned_by": "rollway", "root": self.model}
-        entries = [base, *self.adapters.list_models(self.model)]
+        own = {"object": "model", "owned_by": "rollway", "root": self.name}
+        names = dict.fromkeys((self.name, self.model))
+        entries = [{"id": name, **own} for name in names]
+        entries += self.adapters.list_models(self.name)
         lengths = {"max_model_len": self.context_length}
         return json_response({"object": "list", "data": [{**e, **lengths} for e in entries]})
 
@@ -312,24 +316,38 @@ class PrimeRl:
         name = request.match_info["route"]
         return json_response(await self._make_worker().call_route(name, _read_object(request)))
 
+    def _for_operators(self, handler: Handler) -> Handler:
+        """Return the handler for callers who may change workers. prime-rl drops the reason of a
+        refusal, so it is noted here."""
+
+        async def check(request: web.Request) -> web.StreamResponse:
+            if not request[CALLER].operator:
+                raise Refused(
+                    403,
+                    "This token may sample, and not change workers.",
+                    f"Use a token of {OPERATOR_TOKENS}.",
+                    kind="permission_error",
+                )
+            try:
+                response = await handler(request)
+            except RollwayError as error:
+                self._note_refusal(f"{request.path} was refused. {error}")
+                raise
+            if self.updates.memory.record.refusal.startswith(f"{request.path} "):
+                self.updates.memory.note_refusal("")
+            return response
+
+        return check
+
+    def _note_refusal(self, text: str) -> None:
+        """Say it in the log, on the dashboard and in `rollway status`."""
+        log.warning("%s", text)
+        if self.stack.run_recorder is not None:
+            self.stack.run_recorder.event("prime-rl call refused", text)
+        self.updates.memory.note_refusal(text)
+
     def _make_worker(self) -> VirtualWorker:
-        return VirtualWorker(self.model, self.updates, self.adapters)
-
-
-def _for_operators(handler: Handler) -> Handler:
-    """Return the handler for callers who may change workers."""
-
-    async def check(request: web.Request) -> web.StreamResponse:
-        if not request[CALLER].operator:
-            raise Refused(
-                403,
-                "This token may sample, and not change workers.",
-                f"Use a token of {OPERATOR_TOKENS}.",
-                kind="permission_error",
-            )
-        return await handler(request)
-
-    return check
+        return VirtualWorker(self.name, self.updates, self.adapters)
 
 
 def _find_origin(request: web.Request) -> str:
