@@ -327,8 +327,6 @@ def _make_environment(config: InferenceConfig) -> dict[str, str]:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
     if config.vllm.get("enable_lora"):
         env["DYN_LORA_ENABLED"] = "true"
-    if config.vllm.get("enable_return_routed_experts"):
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the second runner captures no experts
     return env | {name: str(value) for name, value in config.get_table("env_vars").items()}
 
 
