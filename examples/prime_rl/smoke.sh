@@ -1,7 +1,7 @@
 #!/bin/bash
 # See in a minute whether prime-rl can use a server; it changes nothing.
 #     examples/prime_rl/smoke.sh http://127.0.0.1:8000 [http://127.0.0.1:8100]
-# VLLM_API_KEY has the token, where the server wants one.
+# VLLM_API_KEY has the server's token: `rollway prime-rl config URL` says where that is.
 set -euo pipefail
 
 url=${1:?usage: smoke.sh URL [ADMIN_URL]}
@@ -31,6 +31,10 @@ done
 model=$(ask GET "$admin/v1/models" | read_field data 0 id)
 length=$(ask GET "$admin/v1/models" | read_field data 0 max_model_len)
 echo "it serves $model, with $length tokens of context"
+[[ $model != /* || -d $model ]] || {
+    echo "prime-rl loads the tokenizer by that name, and it is not on this machine" >&2
+    exit 1
+}
 
 series=$(ask GET "$admin/metrics" | grep -c '^vllm:' || true)
 echo "it has $series vllm:* series"

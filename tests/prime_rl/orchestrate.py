@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -29,7 +30,11 @@ async def main(settings: dict[str, Any]) -> None:
     output_dir = Path(settings["output_dir"])
     async with AsyncExitStack() as cleanup:
         http = await cleanup.enter_async_context(
-            httpx.AsyncClient(base_url=settings["admin_url"], timeout=300.0)
+            httpx.AsyncClient(
+                base_url=settings["admin_url"],
+                headers={"Authorization": f"Bearer {os.environ['VLLM_API_KEY']}"},
+                timeout=300.0,
+            )
         )
         envs: dict[str, tuple[Any, Iterator[Any]]] = {}
         for name, config in settings["envs"].items():
@@ -55,7 +60,7 @@ def make_context(settings: dict[str, Any], version: int) -> Any:
         base_url=settings["url"],
         api_key_var="VLLM_API_KEY",
         renderer=settings["renderer"],
-        renderer_model_name=settings["tokenizer"],
+        renderer_model_name=settings["model"],  # as prime-rl does
     )
     sampling = vf.SamplingConfig(
         temperature=1.0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from typing import Any
 
@@ -21,7 +22,7 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 12, "top_k": -1, "mi
 async def converse(url: str, model: str, tokenizer: str) -> dict[str, Any]:
     """Sample two turns of one session, the second from the ids of the first."""
     renderer = create_renderer(AutoTokenizer.from_pretrained(tokenizer), DefaultRendererConfig())
-    client = AsyncOpenAI(base_url=url, api_key="EMPTY", max_retries=0)
+    client = AsyncOpenAI(base_url=url, api_key=os.environ["VLLM_API_KEY"], max_retries=0)
 
     async def sample(prompt: list[int] | None, **more: Any) -> dict[str, Any]:
         return await generate(

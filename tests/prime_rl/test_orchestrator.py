@@ -70,6 +70,7 @@ class PrimeRl:
     source: Path
     verifiers: Path
     directory: Path
+    token: str = ""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, module: str, config: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -96,6 +97,7 @@ class PrimeRl:
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "HF_HUB_OFFLINE": "1",
             "WANDB_MODE": "disabled",
+            "VLLM_API_KEY": self.token,
             "TORCHDYNAMO_DISABLE": "1",  # torch would ask the stand-in of triton for its version
             "OMP_NUM_THREADS": "1",
         }
@@ -127,7 +129,7 @@ def prime_rl(tmp_path: Path) -> Iterator[PrimeRl]:
 
 
 def orchestrator_config(
-    server: PrimeServer, addresses: Sequence[str], steps: int, **more: Any
+    server: PrimeServer, addresses: Sequence[str], steps: int, model: Path, **more: Any
 ) -> dict[str, Any]:
     """Return what a user would write for a run without an [inference] block."""
     sources = [
@@ -143,7 +145,7 @@ def orchestrator_config(
         "seq_len": 512,
         # Strictly on policy, so that the mismatch is that of the broadcast alone.
         "max_off_policy_steps": 0,
-        "model": {"name": "tiny", "client": client},
+        "model": {"name": str(model), "client": client},  # it loads the tokenizer by this name
         "renderer": RENDERER,
         "rollout_transport": {"type": "filesystem"},
         "train": {"source": sources, "sampling": {"max_completion_tokens": ANSWER}},
@@ -195,8 +197,8 @@ def train(
     *, lora: str | None = None, **more: Any,
 ) -> None:  # fmt: skip
     """Train with prime-rl's orchestrator; assert that it has learnt, from the right weights."""
-    (prime_rl.directory / "tiny").symlink_to(model)  # it loads the tokenizer by this name
-    config = orchestrator_config(server, start_envs(prime_rl), STEPS, **more)
+    prime_rl.token = server.token
+    config = orchestrator_config(server, start_envs(prime_rl), STEPS, model, **more)
     if lora is not None:
         config["model"]["lora"] = {"name": lora, "rank": Adapter.RANK, "alpha": Adapter.ALPHA}
     orchestrator = prime_rl.start("prime_rl.entrypoints.orchestrator", config)

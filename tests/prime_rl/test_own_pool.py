@@ -34,6 +34,7 @@ def test_prime_rls_own_pool_updates_the_fleet(
     urls = [server.ready["url"], server.ready["url"]]
     paths = [f"{source}/src", f"{source}/packages/prime-rl-configs/src"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    env["VLLM_API_KEY"] = server.token
     ran = subprocess.run(
         [str(python), str(SCRIPT), *urls, "tiny", *map(str, steps)],
         env=env, capture_output=True, text=True, timeout=300,

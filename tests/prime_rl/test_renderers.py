@@ -22,6 +22,7 @@ SCRIPT = Path(__file__).with_name("read_with_renderers.py")
 def converse(python: Path, server: PrimeServer, model: Path) -> dict[str, Any]:
     command = [str(python), str(SCRIPT), server.ready["url"], "tiny", str(model)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    env["VLLM_API_KEY"] = server.token
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-3000:]
     answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])

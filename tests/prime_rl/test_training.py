@@ -47,14 +47,15 @@ def start_orchestrator(
     python: Path, server: PrimeServer, model: Path, steps: int, **more: Any
 ) -> subprocess.Popen[bytes]:
     settings = {
-        "url": f"{server.url}/v1", "admin_url": server.admin_url, "model": "tiny",
-        "tokenizer": str(model), "renderer": RENDERER, "output_dir": str(server.output_dir),
+        "url": f"{server.url}/v1", "admin_url": server.admin_url, "model": str(model),
+         "renderer": RENDERER, "output_dir": str(server.output_dir),
         "steps": steps, "groups": 5, "group_size": 8, "max_tokens": ANSWER,
         "envs": {"counting": counting_env(1), "counting_by_tool": counting_env(2)}, **more,
     }  # fmt: skip
     file = server.output_dir / "settings.json"
     file.write_text(json.dumps(settings))
     env = {**os.environ, "PYTHONPATH": str(HERE / "plugin"), "HF_HUB_OFFLINE": "1"}
+    env["VLLM_API_KEY"] = server.token
     return subprocess.Popen([str(python), str(HERE / "orchestrate.py"), str(file)], env=env)
 
 

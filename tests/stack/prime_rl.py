@@ -74,11 +74,12 @@ class PrimeServer:
             [sys.executable, "-m", "rollway.cli", "prime-rl", "serve", self.stack, "--json",
              "--port", str(self.port), "--journal", str(self.output_dir / "journal.jsonl"),
              "--output-dir", str(self.output_dir), *self.options],
-            env={**os.environ, **self.env}, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **self.env}, stdout=subprocess.PIPE, stderr=self.log.open("a"),
+            text=True,
         )  # fmt: skip
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line.startswith("{"), "the server did not start"
+        assert line.startswith("{"), f"the server did not start:\n{self.log.read_text()[-2000:]}"
         self.ready = json.loads(line)
         self.port = int(self.url.rpartition(":")[2])
         return self
@@ -95,6 +96,17 @@ class PrimeServer:
     @property
     def admin_url(self) -> str:
         return self.ready.get("admin_url", self.ready["url"]).removesuffix("/v1")
+
+    @property
+    def log(self) -> Path:
+        return self.output_dir / "server.log"
+
+    @property
+    def token(self) -> str:
+        """The token that the server has made for admin calls, as its user reads it."""
+        home = self.env.get("ROLLWAY_HOME") or os.environ["ROLLWAY_HOME"]
+        file = Path(home, "prime-rl", "token")
+        return file.read_text() if file.exists() else "EMPTY"
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
         return self._send(urllib.request.Request(f"{self.url}{path}", headers=headers))
@@ -125,12 +137,20 @@ class PrimeServer:
 
     def metrics(self) -> dict[str, float]:
         """Return Rollway's own series."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        own = (line.split() for line in lines if line.startswith("rollway_"))
+        own = (
+            line.split() for line in self.read_page().splitlines() if line.startswith("rollway_")
+        )
         return {name: float(value) for name, value in own}
 
+    def read_page(self) -> str:
+        request = urllib.request.Request(f"{self.url}/metrics")
+        request.add_header("Authorization", f"Bearer {self.token}")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(answer.read().decode())
+
     def _send(self, request: urllib.request.Request) -> tuple[int, Any]:
+        if not request.has_header("Authorization"):
+            request.add_header("Authorization", f"Bearer {self.token}")
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.status, json.load(answer)

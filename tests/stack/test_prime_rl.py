@@ -9,7 +9,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import rollway
+from rollway.observe.dash.view import View
+from rollway.observe.read import Run
 from rollway.orders import SECRET
+from tests.conftest import Cli
 from tests.light.spec import light
 from tests.stack.policies import Policy
 from tests.stack.prime_rl import (
@@ -35,12 +38,13 @@ pytestmark = pytest.mark.stack
 
 
 def test_the_calls_of_a_start_in_their_order(
-    server: PrimeServer, output_dir: Path, policies: list[Policy]
+    server: PrimeServer, output_dir: Path, policies: list[Policy], base_model: Path
 ) -> None:
     """The orchestrator broadcasts the first weights before any rollout, by a relative path."""
     assert server.get("/health")[0] == 200
     status, models = server.get("/v1/models")
-    assert status == 200 and models["data"][0]["id"] == "tiny"
+    # prime-rl loads the tokenizer of rollouts by the name of the model.
+    assert status == 200 and models["data"][0]["id"] == str(base_model)
     assert models["data"][0]["max_model_len"] > 0
     broadcast(output_dir, 0, policies[1].path)
     server.update("broadcasts/step_0")
@@ -116,8 +120,9 @@ def test_a_resumed_run_begins_at_a_lower_step(
 
 
 def test_refusals_are_4xx_and_nothing_changes(
-    server: PrimeServer, output_dir: Path, policies: list[Policy], tmp_path: Path
-) -> None:
+    server: PrimeServer, stack: rollway.Stack, output_dir: Path, policies: list[Policy],
+    tmp_path: Path, cli: Cli,
+) -> None:  # fmt: skip
     """prime-rl repeats a 5xx for minutes, and ends with the answer of a 4xx."""
     whole = broadcast(output_dir, 20, policies[1].path)
     half = broadcast(output_dir, 22, policies[1].path)
@@ -131,18 +136,34 @@ def test_refusals_are_4xx_and_nothing_changes(
     status, answer = server.post("/update_weights", {"weight_dir": str(whole)})
     assert status == 409 and "without /pause" in answer["error"]["message"]
     assert server.post(PAUSE)[0] == 200
+    failures = server.metrics()["rollway_weight_update_failures"]
     for body, reason in (
         ({"weight_dir": str(half)}, "lacks weight files"),
         ({"weight_dir": str(outside)}, "outside the allowed checkpoint roots"),
         ({"weight_dir": str(shaped)}, "does not fit the model that is served"),
         ({"weight_dir": "../../etc"}, "outside the allowed checkpoint roots"),
-        ({"weight_dir": None}, "weight_dir is missing"),
     ):
         status, answer = server.post("/update_weights", body)
         assert status == 400 and reason in answer["error"]["message"], answer
+        # prime-rl drops the answer's text, so it is said where its user looks.
+        assert reason in server.log.read_text()
+    assert server.metrics()["rollway_weight_update_failures"] == failures + 4
+    shown = cli("status", "prime").stdout
+    assert "prime-rl: /update_weights was refused. '../../etc' is absent, of another user" in shown
+    wait_until(lambda: "'../../etc' is absent" in _read_bad_events(stack))
+    assert server.post("/update_weights", {"weight_dir": None})[0] == 400
     assert server.post("/resume") == (200, {"status": "resumed"})
     assert server.generate(fresh_prompt(20))["weight_version"] == before
     assert server.post("/pause?mode=never")[0] == 400
+
+
+def _read_bad_events(stack: rollway.Stack) -> str:
+    """Return what the dashboard shows in red."""
+    assert stack.record_dir is not None
+    view = View()
+    for entry in Run(stack.record_dir).read():
+        view.add(entry)
+    return "\n".join(e["detail"] for e in view.get_events() if e["level"] == "bad")
 
 
 def test_a_group_that_cannot_form_is_named_twice(server: PrimeServer) -> None:
@@ -156,13 +177,14 @@ def test_a_group_that_cannot_form_is_named_twice(server: PrimeServer) -> None:
 
 
 def test_the_fleet_is_one_virtual_worker(
-    server: PrimeServer, output_dir: Path, policies: list[Policy]
+    server: PrimeServer, output_dir: Path, policies: list[Policy], base_model: Path
 ) -> None:
     """The calls of `client.backend = "dynamo"` (June) and of `client.dynamo` (September)."""
     status, listing = server.get("/v1/rl/workers")
     assert status == 200 and listing["protocol_version"] == 1
     (worker,) = listing["workers"]
-    assert worker["model"] == "tiny" and worker["world_size"] == 1 and "error" not in worker
+    assert worker["model"] == str(base_model) and worker["world_size"] == 1
+    assert "error" not in worker
     assert worker["admin_base_url"] == worker["system_url"] == server.url
     assert server.get("/v1/rl/workers")[1] == listing
     june = broadcast(output_dir, 30, policies[1].path)
@@ -205,6 +227,8 @@ def test_the_fleet_is_one_virtual_worker(
         ({"sampling_params": {"temperature": "hot"}}, "temperature"),
         ({"sampling_params": {"stop_token_ids": [1.5]}}, "stop_token_ids"),
         ({"cache_salt": 7}, "cache_salt"),
+        # Refused by Dynamo's frontend: prime-rl would repeat a 5xx.
+        ({"sampling_params": {"temperature": 3.0}}, "emperature"),
     ],
 )
 def test_a_wrong_request_is_named(
@@ -215,7 +239,7 @@ def test_a_wrong_request_is_named(
 
 
 def test_sessions_and_unknown_models(server: PrimeServer) -> None:
-    headers = {"X-Session-ID": "trace-1", "Authorization": "Bearer EMPTY"}
+    headers = {"X-Session-ID": "trace-1"}
     for _ in range(2):
         assert server.post(GENERATE, make_request([5, 6, 7]), **headers)[0] == 200
         assert server.post("/finish_session?session_id=trace-1")[0] == 200
@@ -234,7 +258,7 @@ def test_two_addresses_and_their_tokens(server: PrimeServer, output_dir: Path, h
         operator = {"Authorization": "Bearer operator"}
         request = make_request([5, 6, 7])
         assert other.post(GENERATE, request, **agent)[0] == 200
-        assert other.post(GENERATE, request)[0] == 401
+        assert other.post(GENERATE, request)[0] == 401  # the token that the other server made
         assert other.post(PAUSE, **operator)[0] == 404  # the rollouts' address
         other.ready["url"] = other.ready["admin_url"]
         assert other.post(PAUSE, **agent)[0] == 403

@@ -36,8 +36,7 @@ pytestmark = pytest.mark.stack
 HTTPX = {"accept": "*/*", "accept-encoding": "gzip, deflate", "user-agent": "python-httpx/0.28.1"}
 OPENAI = {
     "accept": "application/json", "accept-encoding": "gzip, deflate", "x-stainless-lang": "python",
-    "user-agent": "AsyncOpenAI/Python 2.8.1", "authorization": "Bearer EMPTY",
-    "x-session-id": "2d1c7c1be6a04a2d",
+    "user-agent": "AsyncOpenAI/Python 2.8.1", "x-session-id": "2d1c7c1be6a04a2d",
 }  # fmt: skip
 PROMPT = [12, 40, 77, 101, 13, 55, 21, 90]
 
@@ -55,7 +54,8 @@ class Call:
         """Send it; return the body of the answer, which must be 200."""
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         body = self.body.replace("$DIR", str(directory)).replace("$STEP", directory.name[5:])
-        sent = {**headers, "content-type": "application/json"} if body else headers
+        sent = {**headers, "authorization": f"Bearer {server.token}"}  # $VLLM_API_KEY
+        sent |= {"content-type": "application/json"} if body else {}
         try:
             connection.request(self.method, self.path, body.encode() or None, sent)
             response = connection.getresponse()
@@ -167,8 +167,9 @@ def play(server: PrimeServer, calls: Sequence[Call], directory: Path) -> dict[st
 
 @pytest.mark.parametrize(("number", "generation"), list(enumerate(UPDATES)))
 def test_a_generation_updates_the_fleet_by_its_own_calls(
-    server: PrimeServer, output_dir: Path, policies: list[Policy], number: int, generation: str
-) -> None:
+    server: PrimeServer, output_dir: Path, policies: list[Policy], base_model: Path,
+    number: int, generation: str,
+) -> None:  # fmt: skip
     policy = policies[1 + number % 2]
     markers = MARKERS.get(generation, ("STABLE", "NCCL_READY"))
     directory = broadcast(output_dir, 50 + number, policy.path, markers=markers)
@@ -178,18 +179,19 @@ def test_a_generation_updates_the_fleet_by_its_own_calls(
     ids = reply["choices"][0]["token_ids"]
     assert policy.distance(PROMPT, ids, read_logprobs(reply)) < TOLERANCE
     if models := answers.get("/v1/models"):
-        assert models["data"][0].items() >= {"id": "tiny", "max_model_len": 2048}.items()
+        assert {"tiny", str(base_model)} == {model["id"] for model in models["data"]}
+        assert {model["max_model_len"] for model in models["data"]} == {2048}
     if listing := answers.get("/v1/rl/workers"):
-        check_listing(listing, server)
+        check_listing(listing, server, base_model)
     if confirmed := answers.get("/engine/control/get_weight_version"):
         assert confirmed["weight_version"] == str(50 + number)
 
 
-def check_listing(listing: dict[str, Any], server: PrimeServer) -> None:
+def check_listing(listing: dict[str, Any], server: PrimeServer, model: Path) -> None:
     """Apply the checks of #3491 and of #3296, which wait without an end for another listing."""
     assert listing["protocol_version"] == 1
     (worker,) = listing["workers"]
-    assert worker["model"] == "tiny" and worker["world_size"] == 1 and not worker.get("error")
+    assert worker["model"] == str(model) and worker["world_size"] == 1 and not worker.get("error")
     assert worker["admin_base_url"] == worker["system_url"] == server.url
     assert type(worker["instance_id"]) is int and worker["namespace"] and worker["component"]
     needed = {"pause_generation", "resume_generation", "is_paused", "get_weight_version"}

@@ -45,6 +45,7 @@ class Child:
         data = json.dumps(body).encode() if body is not None else b"" if post else None
         # As prime-rl does: without a body there is no content type either.
         headers = {"content-type": "application/json" if body is not None else ""}
+        headers["authorization"] = "Bearer child"
         request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
@@ -71,7 +72,11 @@ def child(
     overrides = [f"--set=models.0.{name}={value}" for name, value in LIGHT.items()]
     process = subprocess.Popen(
         ["inference", "@", "inference.json", *overrides],
-        cwd=tmp_path, env={**os.environ, "PATH": f"{shim.parent}{os.pathsep}{os.environ['PATH']}"},
+        cwd=tmp_path,
+        env={
+            **os.environ, "PATH": f"{shim.parent}{os.pathsep}{os.environ['PATH']}",
+            "VLLM_API_KEY": "child",
+        },
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     yield Child(tmp_path, port, admin_port, process)
@@ -131,8 +136,16 @@ def test_a_port_that_is_taken_is_refused_before_the_start(
         port = taken.getsockname()[1]
         config = {"server": {"port": port}, "vllm": {"model": str(base_model)}}
         (tmp_path / "inference.json").write_text(json.dumps(config))
-        ran = subprocess.run(
-            [sys.executable, "-m", "rollway.cli", "prime-rl", "inference", "@", "inference.json"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-    assert ran.returncode == 2 and "inference.server.port" in ran.stderr
+        errors = []
+        for key in ("child", "EMPTY"):
+            ran = subprocess.run(
+                [sys.executable, "-m", "rollway.cli", "prime-rl", "inference", "@",
+                 "inference.json"],
+                cwd=tmp_path, env={**os.environ, "VLLM_API_KEY": key},
+                capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            assert ran.returncode == 2
+            errors.append(ran.stderr)
+    assert "inference.server.port" in errors[0]
+    # Without a key of the launcher's, nobody could make admin calls, or everybody.
+    assert "VLLM_API_KEY is not set" in errors[1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponse
 
-import rollway
-from rollway.http import Http
-from rollway.integrations.prime_rl.client import (
-    compute_teacher_logprobs,
-    read_config,
-    setup_clients,
-)
 from tests.stack.policies import Policy
 from tests.stack.prime_rl import (
     GENERATE,
@@ -120,26 +111,6 @@ def test_a_teacher_scores_by_both_of_its_wires(server: PrimeServer, policies: li
         assert max(abs(a - b) for a, b in zip(first, wanted, strict=True)) < TOLERANCE
 
 
-def test_the_client_of_june_scores_by_both_transports(
-    server: PrimeServer, vllm_stack: rollway.Stack, policies: list[Policy]
-) -> None:
-    """Dynamo's own frontend lists the likeliest token beside the prompt's, in any order."""
-    broadcast(server.output_dir, 3, policies[1].path)
-    server.update("broadcasts/step_3")
-    ids = fresh_prompt(30)
-    wanted = [0.0, *policies[1].logprobs(ids[:1], ids[1:])]
-    places = (("vllm", server.url), ("dynamo", server.url), ("dynamo", vllm_stack.frontend_url))
-
-    async def score() -> list[list[float]]:
-        configs = [{"backend": name, "base_url": f"{url}/v1"} for name, url in places]
-        clients = [client for config in configs for client in setup_clients(read_config(config))]
-        async with Http() as http:
-            return await compute_teacher_logprobs(clients, "tiny", [ids] * 3, http=http)
-
-    for scores in asyncio.run(score()):
-        assert scores == pytest.approx(wanted, abs=TOLERANCE)
-
-
 def test_an_eval_by_chat_is_answered(server: PrimeServer) -> None:
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "1 + 1"}], "max_tokens": 4}
     status, answer = server.post("/v1/chat/completions", chat)
@@ -158,9 +129,8 @@ def test_the_concurrency_controller_finds_its_series(server: PrimeServer) -> Non
 
 
 def _read_samples(server: PrimeServer) -> list[Any]:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
-        page = answer.read().decode()
-    return [s for family in text_string_to_metric_families(page) for s in family.samples]
+    page = text_string_to_metric_families(server.read_page())
+    return [s for family in page for s in family.samples]
 
 
 def _count_running(server: PrimeServer) -> float:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import rollway
 from rollway.demo.grpo import token_logprobs
 from rollway.http import Http
+from rollway.integrations.prime_rl.inference import InferenceConfig, make_stack
 from rollway.rollout.experts import RoutedExperts, decode, join
 from rollway.rollout.mismatch import mismatch
 from rollway.rollout.replay import replay, router_choices
@@ -54,8 +55,12 @@ def stack(home: Path, base_model: Path) -> Iterator[rollway.Stack]:
         env = interpreted.environment()
     except interpreted.NoTriton as error:
         pytest.skip(f"Triton cannot be installed here: {error}")
-    args = {**VLLM_ARGS, "max-model-len": 512, "enable-return-routed-experts": True}
-    model = {"path": str(build_moe(base_model, home / "moe")), "args": args, "env": env}
+    # As prime-rl's router replay asks for it: what its config becomes must start.
+    vllm = {"model": str(build_moe(base_model, home / "moe")), "served_model_name": "moe",
+            "dtype": "float32", "enable_return_routed_experts": True}  # fmt: skip
+    (model,) = make_stack(InferenceConfig({"vllm": vllm}))["models"]
+    model["args"] |= {**VLLM_ARGS, "max-model-len": 512}
+    model["env"] = env | model["env"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(home))
         opening = rollway.up({"name": "experts", "models": [model]})

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -31,6 +32,7 @@ from rollway.aio import up
 from rollway.api import make_spec
 from rollway.bench import Say, prime_rl_broadcast, prime_rl_pause, round_floats
 from rollway.errors import RollwayError, UsageError
+from rollway.integrations.prime_rl.serve import API_KEY
 
 SOURCE = "ROLLWAY_PRIME_RL_SRC"
 """Environment variable: a checkout of prime-rl, which is not on a package index."""
@@ -113,6 +115,7 @@ async def _serve(stack: str, output_dir: Path) -> AsyncIterator[str]:
     command = [sys.executable, "-m", "rollway.cli", "prime-rl", "serve", stack, "--json"]
     command += ["--port", "0", "--output-dir", str(output_dir)]
     command += ["--journal", str(output_dir / f"{stack}.jsonl")]
+    os.environ.setdefault(API_KEY, secrets.token_hex(16))  # for the server and its clients
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import random
 import sys
 import time
@@ -41,7 +42,7 @@ async def run_episodes(job: dict[str, Any]) -> None:
         # them were kept from the last run, and they are kept for 5 s only.
         url = job["urls"][run["arm"]]
         async with AsyncOpenAI(
-            base_url=url, api_key="EMPTY", max_retries=0, timeout=600.0
+            base_url=url, api_key=os.environ["VLLM_API_KEY"], max_retries=0, timeout=600.0
         ) as client:
             seconds, tokens = await _time_run(client, renderer, job, run, rng)
         print(json.dumps({**run, "seconds": seconds, "tokens": tokens}), flush=True)
@@ -125,7 +126,8 @@ async def run_controller(job: dict[str, Any]) -> None:
         # The pool is always as full as the controller allows; a completed episode has left it.
         in_flight = [0]
         controller.bind(set_limit=lambda _: None, get_inflight=lambda held=in_flight: held[0] - 1)
-        async with httpx.AsyncClient(base_url=url) as client:
+        headers = {"Authorization": f"Bearer {os.environ['VLLM_API_KEY']}"}
+        async with httpx.AsyncClient(base_url=url, headers=headers) as client:
             collector = InferenceMetricsCollector(
                 [client], on_load=controller.observe, log_to_wandb=False
             )

@@ -26,6 +26,7 @@ from rollway.bench.refit import build_model, change_all
 from rollway.errors import RollwayError
 from rollway.http import Http
 from rollway.integrations.prime_rl.broadcast import BroadcastSender
+from rollway.integrations.prime_rl.check import make_headers
 from rollway.rollout.client import events
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request
@@ -201,5 +202,6 @@ async def _broadcast(server: str, directory: Path) -> float:
             ("/update_weights", {"weight_dir": str(directory)}),
             ("/resume", None),
         ):
-            await http.post(f"{server}{path}", body, timeout=_ANSWER_SECONDS)
+            headers = make_headers({})
+            await http.post(f"{server}{path}", body, timeout=_ANSWER_SECONDS, headers=headers)
         return time.perf_counter() - began

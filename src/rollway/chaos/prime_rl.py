@@ -36,6 +36,7 @@ class Server:
     http: Http
     url: str
     extension: PrimeRl
+    token: str
     timeout: float
 
     @property
@@ -76,8 +77,9 @@ class Server:
 
     async def _post(self, path: str, body: Any, retry: Retry) -> Any:
         try:
+            headers = {"authorization": f"Bearer {self.token}"}
             return await self.http.post(
-                f"{self.url}{path}", body, timeout=self.timeout, retry=retry
+                f"{self.url}{path}", body, timeout=self.timeout, retry=retry, headers=headers
             )
         except RequestFailed as error:
             if error.status < 500:
@@ -99,7 +101,8 @@ async def serve(
             listener = await listen(gateway, "127.0.0.1", 0)
             try:
                 url = f"http://127.0.0.1:{listener.port}"
-                yield Server(http, url, gateway.extension, timeout)
+                token = gateway.access.operators[0].decode()
+                yield Server(http, url, gateway.extension, token, timeout)
             finally:
                 await listener.close()
     finally:

@@ -119,15 +119,10 @@ def _add_prime_rl_commands(add: Add) -> None:
     parser.add_argument("--weight-broadcast", choices=types, default="auto", help=text)
     text = "how long a request waits between /pause and /resume (default 1800)"
     parser.add_argument("--gate-seconds", type=float, default=1800.0, help=text)
-    text = "list every worker, for clients that call each (default: one that stands for all)"
-    parser.add_argument("--per-worker", action="store_true", help=text)
     parser = add("config", "prime_rl:config", "print the TOML for a running server")
     parser.add_argument("url", metavar="URL", help="the address that `serve` printed")
     text = "the address of admin calls, if it is another"
     parser.add_argument("--admin-url", metavar="URL", help=text)
-    generations = ["june", "snapshot", "main"]
-    text = "which prime-rl (default: snapshot, of August 2026)"
-    parser.add_argument("--generation", choices=generations, default="snapshot", help=text)
     parser = add("check", "prime_rl:check", "say what in a prime-rl config will not work, and why")
     parser.add_argument("file", type=Path, metavar="FILE.toml", help="a prime-rl config")
     text = "do not ask the addresses in it"

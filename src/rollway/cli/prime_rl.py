@@ -33,7 +33,6 @@ def serve(options: argparse.Namespace) -> int:
         marker=options.marker,
         gate_seconds=options.gate_seconds,
         weight_broadcast=options.weight_broadcast,
-        per_worker=options.per_worker,
     )
     asyncio.run(server.serve(serve_options, access, tls))
     return 0
@@ -42,13 +41,16 @@ def serve(options: argparse.Namespace) -> int:
 def config(options: argparse.Namespace) -> int:
     """Print the part of prime-rl's config that names a running server."""
     from rollway.integrations.prime_rl.check import check_answers, make_headers, make_toml
+    from rollway.integrations.prime_rl.serve import find_token_file, make_export, read_token
 
     url = f"{options.url.rstrip('/').removesuffix('/v1')}/v1"
     admin = f"{(options.admin_url or url).rstrip('/').removesuffix('/v1')}/v1"
+    headers, export = make_headers({}), ""
+    if not headers and find_token_file().exists():  # prime-rl wants it in the environment
+        headers, export = {"Authorization": f"Bearer {read_token().decode()}"}, make_export()
 
     async def read_model() -> str:
         async with Http() as http:
-            headers = make_headers({})
             answer = await http.get(f"{url}/models", timeout=10.0, headers=headers)
             path = f"{admin.removesuffix('/v1')}/health"
             health = await http.get(path, timeout=10.0, headers=headers)
@@ -57,7 +59,9 @@ def config(options: argparse.Namespace) -> int:
         return str(answer["data"][0]["id"])
 
     model = asyncio.run(read_model())
-    text = make_toml(model, url, admin, options.generation)
+    text = make_toml(model, url, admin)
+    if export:
+        text = f"# Before prime-rl: {export}\n{text}"
     if options.json:
         print_json({"toml": text})
     else:

@@ -164,10 +164,20 @@ def describe(state: StackState) -> dict[str, Any]:
         "invitation": state.join_spec,
         "processes": [asdict(process) for process in state.processes],
         "weight_versions": {},
+        "refused_calls": _read_refusals(state),
     }
     if state.is_supervised and state.phase == "ready":
         report["weight_versions"] = asyncio.run(_read_versions(state))
     return report
+
+
+def _read_refusals(state: StackState) -> list[str]:
+    """Return what the servers of prime-rl refused last, which prime-rl itself does not tell."""
+    from rollway.integrations.prime_rl.memory import Memory, find_file
+
+    files = [find_file(state.name, model) for model in state.models]
+    refusals = [Memory(file, state.run_id).record.refusal for file in files if file.exists()]
+    return [refusal for refusal in refusals if refusal]
 
 
 async def _read_versions(state: StackState) -> dict[str, int | None]:
@@ -216,6 +226,8 @@ def _print_status(state: StackState, report: dict[str, Any]) -> None:
     print(f"frontend {state.frontend}/v1, RL listing {state.rl}, logs {state.log_dir}")
     for instance, version in report["weight_versions"].items():
         print(f"worker {instance}: weight version {version}")
+    for refusal in report["refused_calls"]:
+        print(f"prime-rl: {refusal}")
 
 
 # --- logs ----------------------------------------------------------------------------------------

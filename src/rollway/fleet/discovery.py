@@ -94,8 +94,6 @@ class DnsListing:
     hostname: str
     port: int = 8000
     """Where the pods' models answer."""
-    interval: float = 5.0
-    """Seconds between two look-ups, for those who follow the pods."""
     listings: tuple[RlListing, ...] = ()
     """Where the admin addresses of pods are listed. Without any, pods take admin calls at `port`,
     as prime-rl's own servers do."""

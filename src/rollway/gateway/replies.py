@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rollway.errors import RequestFailed, RollwayError, Unreachable, UsageError
+from rollway.errors import RequestFailed, RolloutError, RollwayError, Unreachable, UsageError
 from rollway.gateway.journal import JournalFull
 from rollway.gateway.messages import EXPERTS, GENERATION, LOGPROBS, PROMPT
 from rollway.gateway.upstream import ChatReply
@@ -167,6 +167,8 @@ def make_refusal(failure: Exception, explained: tuple[int, str, str]) -> web.Res
 
 def explain(failure: Exception) -> tuple[int, str, str]:
     """Return the status, kind and message of a failure that a client may see."""
+    if isinstance(failure, RolloutError) and isinstance(failure.__cause__, RequestFailed):
+        failure = failure.__cause__  # what the frontend refuses stays a 4xx: clients repeat a 5xx
     if isinstance(failure, Refused):
         return failure.status, failure.kind, str(failure)
     if isinstance(failure, UsageError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import RequestFailed, Unreachable
+from rollway.fleet import discovery
 from rollway.fleet.discovery import (
+    DnsListing,
     HealthListing,
     RlListing,
     StaticList,
@@ -228,3 +231,49 @@ async def test_roles_are_told_by_components_and_remembered() -> None:
         (left,) = await membership.workers(fresh=True)
         assert left.role == "decode"
     assert noted == [{1: "prefill", 2: "decode"}, {2: "decode"}]
+
+
+async def test_a_pod_gets_calls_only_at_an_address_that_is_known_to_be_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pods are matched by address and by name; one that nobody lists is listed with the reason."""
+    names = {
+        "pods": ["127.0.0.2", "127.0.0.3", "127.0.0.4"], "worker-b.pods": ["127.0.0.3"]
+    }  # fmt: skip
+
+    async def resolve(hostname: str) -> list[str]:
+        return names.get(hostname, [])
+
+    monkeypatch.setattr(discovery, "resolve_addresses", resolve)
+    urls = ["http://127.0.0.2:9090", "http://worker-b.pods:9091"]
+    entries = [
+        {"instance_id": n, "model": "m", "system_url": url, "routes": [*discovery.NEEDED_ROUTES]}
+        for n, url in enumerate(urls, 1)
+    ]  # fmt: skip
+    async with Http() as http, serving("/v1/rl/workers", {"workers": entries}) as url:
+        workers = await discover(http, DnsListing("pods", 8000, (RlListing(url),)))
+    by_url = {worker.inference_url: worker for worker in workers}
+    first, second, lost = (by_url[f"http://{pod}:8000"] for pod in names["pods"])
+    assert [first.admin_url, second.admin_url, lost.admin_url] == [*urls, ""]
+    assert lost.error is not None and "127.0.0.4 is unknown" in lost.error
+    twice = [Worker(n, "m", urls[0]) for n in (1, 2)]
+    with pytest.raises(Unreachable, match="is unknown"):
+        await discovery.find_pod_worker("127.0.0.2", twice)
+
+
+async def test_names_are_resolved_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await discovery.resolve_addresses("localhost") == ["127.0.0.1"]
+    assert await discovery.resolve_addresses("127.0.0.7") == ["127.0.0.7"]
+
+    def fail(number: int) -> Callable[..., None]:
+        def raise_it(*_: object, **__: object) -> None:
+            raise socket.gaierror(number, "no")
+
+        return raise_it
+
+    # A Service without pods has no address; a name server that does not answer says nothing.
+    monkeypatch.setattr(socket, "getaddrinfo", fail(socket.EAI_NONAME))
+    assert await discovery.resolve_addresses("pods") == []
+    monkeypatch.setattr(socket, "getaddrinfo", fail(socket.EAI_AGAIN))
+    with pytest.raises(Unreachable, match="cannot be resolved"):
+        await discovery.resolve_addresses("pods")

@@ -287,7 +287,7 @@ def test_a_gateway_that_cannot_start_says_why(tmp_path: Path) -> None:
     [
         RlListing("http://127.0.0.1:8001", "http://127.0.0.1:8000", (("authorization", "x"),)),
         HealthListing("http://10.0.0.1:8000", ("ns-a", "ns-b"), 9091),
-        DnsListing("pods", 8000, 1.0, (RlListing("http://10.0.0.1:8001"),)),
+        DnsListing("pods", 8000, (RlListing("http://10.0.0.1:8001"),)),
         StaticList(("http://10.0.0.1:9090",), "m"),
     ],
 )

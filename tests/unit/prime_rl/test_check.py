@@ -13,13 +13,12 @@ from aiohttp.test_utils import TestServer
 from rollway.cli import main
 from rollway.errors import UsageError
 from rollway.integrations.prime_rl.check import (
-    Generation,
     find_problems,
     find_remote_problems,
     make_toml,
     read_toml,
 )
-from rollway.integrations.prime_rl.client import DynamoAdminAPI, read_config, setup_admin_api
+from tests.awkward_tokenizer import build
 
 CLIENT = """
 [orchestrator.model.client]
@@ -28,9 +27,8 @@ admin_base_url = ["http://gw:8100/v1"]
 """
 
 
-@pytest.mark.parametrize("generation", ["june", "snapshot", "main"])
-def test_what_config_prints_has_no_problem(generation: Generation) -> None:
-    text = make_toml("policy", "http://gw:8000/v1", "http://gw:8100/v1", generation)
+def test_what_config_prints_has_no_problem() -> None:
+    text = make_toml("policy", "http://gw:8000/v1", "http://gw:8100/v1")
     assert find_problems(tomllib.loads(text)) == []
 
 
@@ -54,8 +52,7 @@ def test_what_config_prints_has_no_problem(generation: Generation) -> None:
             CLIENT + "[weight_broadcast]\nquantize_in_weight_transfer = true\n",
             "weight_broadcast.quantize_in_weight_transfer",
         ),
-        (CLIENT + "backend = 'dynamo'\ndynamo = {}\n", "orchestrator.model.client.backend"),
-        (CLIENT + "rl_base_url = ['http://gw:8001']\n", "orchestrator.model.client.backend"),
+        (CLIENT + "backend = 'dynamo'\n", "orchestrator.model.client.backend"),
         (CLIENT + "elastic = {hostname = 'a'}\n", "orchestrator.model.client.elastic"),
         (CLIENT.replace("8100/v1", "8100/v1/rl"), "orchestrator.model.client.admin_base_url"),
         (
@@ -71,14 +68,6 @@ def test_a_problem_is_named_by_its_key(text: str, key: str) -> None:
     assert all(problem.cause and problem.fix for problem in problems)
 
 
-def test_the_config_of_june_names_its_backend() -> None:
-    """Without it, June's client would send the calls of vLLM's server to Dynamo."""
-    toml = tomllib.loads(make_toml("m", "http://gw:8000/v1", "http://gw:8100/v1", "june"))
-    config = read_config(toml["orchestrator"]["client"])
-    assert config.backend == "dynamo" and config.rl_base_url == ["http://gw:8100"]
-    assert isinstance(setup_admin_api(config), DynamoAdminAPI)
-
-
 def test_steps_may_be_fewer(tmp_path: Path) -> None:
     text = CLIENT + "[weight_broadcast]\nkeep_recent = 2\n"
     assert find_problems(tomllib.loads("[orchestrator]\nmax_off_policy_steps = 2\n" + text)) == []
@@ -90,7 +79,12 @@ def test_steps_may_be_fewer(tmp_path: Path) -> None:
         read_toml(tmp_path / "none.toml")
 
 
-async def test_addresses_are_asked_for_their_series() -> None:
+async def test_addresses_are_asked_for_their_series(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And names for their tokenizers: prime-rl loads the one of rollouts by the model's name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    policy = str(build(tmp_path))
     page = ["dynamo_frontend_requests_total 1\n"]
 
     async def metrics(request: web.Request) -> web.Response:
@@ -100,7 +94,7 @@ async def test_addresses_are_asked_for_their_series() -> None:
         return web.json_response({})
 
     async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "policy"}]})
+        return web.json_response({"data": [{"id": policy}, {"id": "policy"}]})
 
     app = web.Application()
     app.router.add_get("/v1/models", models)
@@ -112,9 +106,11 @@ async def test_addresses_are_asked_for_their_series() -> None:
         assert "vllm:*" in problem.cause
         page[0] = 'vllm:num_requests_running{engine="0"} 0\n'
         assert await find_remote_problems(config) == []
-        assert await find_remote_problems({**config, "model": {"name": "policy"}}) == []
-        (problem,) = await find_remote_problems({**config, "model": {"name": "other"}})
-        assert problem.key == "model.name" and "only policy" in problem.cause
+        assert await find_remote_problems({**config, "model": {"name": policy}}) == []
+        (problem,) = await find_remote_problems({**config, "model": {"name": "policy"}})
+        assert problem.key == "model.name" and "loads a tokenizer by this name" in problem.cause
+        problem, _ = await find_remote_problems({**config, "model": {"name": "other"}})
+        assert problem.key == "model.name" and f"only {policy}" in problem.cause
     (problem,) = await find_remote_problems(config)
     assert "prime-rl serve" in problem.fix
 

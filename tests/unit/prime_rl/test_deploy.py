@@ -19,7 +19,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from rollway.integrations.prime_rl.check import find_problems, make_toml
+from rollway.integrations.prime_rl.check import find_problems
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy" / "prime-rl"
@@ -179,14 +179,6 @@ def test_no_admin_port_is_open_to_everybody(objects: list[Object]) -> None:
 @pytest.mark.parametrize("file", [*EXAMPLES.glob("*.toml"), *(DEPLOY / "config").glob("*.toml")])
 def test_the_examples_have_no_problem(file: Path) -> None:
     assert find_problems(tomllib.loads(file.read_text())) == []
-
-
-def test_a_config_of_june_names_its_backend() -> None:
-    """Without it, that orchestrator asks Dynamo's workers for vLLM's routes."""
-    text = make_toml("policy", "http://gw:8000/v1", "http://gw:8100/v1", "june")
-    assert tomllib.loads(text)["orchestrator"]["client"]["backend"] == "dynamo"
-    wrong = tomllib.loads(text.replace('backend = "dynamo"\n', ""))
-    assert [problem.key for problem in find_problems(wrong)] == ["orchestrator.client.backend"]
 
 
 def test_the_values_for_prime_rls_own_chart_start_no_inference() -> None:

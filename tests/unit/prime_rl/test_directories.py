@@ -76,7 +76,7 @@ async def test_paths_stay_below_their_roots(tmp_path: Path) -> None:
     rules = BroadcastRules([tmp_path / "out"], tmp_path, marker_seconds=0.0)
     assert await rules.find("out/step_1") == inside
     for name in (str(outside), "out/../elsewhere/step_1", "out/link", "/", "\0"):
-        with pytest.raises(UsageError, match=r"outside the allowed|leads nowhere"):
+        with pytest.raises(UsageError, match="outside the allowed"):
             await rules.find(name)
     with pytest.raises(UsageError, match="--output-dir"):
         await BroadcastRules(marker_seconds=0.0).find("out/step_1")

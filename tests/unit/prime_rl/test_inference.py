@@ -106,8 +106,11 @@ def test_captured_experts_need_a_kernel_that_the_capture_sees(
 ) -> None:
     gpus: list[str] = []
     monkeypatch.setattr(preset, "list_gpus", lambda: gpus)
-    captured = make_model(vllm__enable_return_routed_experts=True)["args"]
+    model = make_model(vllm__enable_return_routed_experts=True)
+    captured = model["args"]
     assert captured["enable-return-routed-experts"] is True
+    # vLLM captures with its second model runner alone, which it takes by itself.
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in model["env"]
     assert "moe-backend" not in captured  # the CPU's kernel is seen
     gpus.append("0")
     assert make_model(vllm__enable_return_routed_experts=True)["args"]["moe-backend"] == "triton"

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 from rollway.errors import RollwayError, UsageError
 from rollway.http import ONCE, Http
 
-Generation = Literal["june", "snapshot", "main"]
 _JUNE = ("backend", "rl_base_url", "elastic", "dp_rank_count", "router_url", "timeout")
 _CLIENT_TABLES = (
     ("orchestrator", "model", "client"),
@@ -94,7 +93,7 @@ async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
                 )
                 listing = await ask(f"{base}/v1/models")
             except RollwayError as error:
-                problems.append(Problem(key, error.message, _START_FIX))
+                problems.append(Problem(key, error.message, _find_fix(error, client)))
                 continue
             if "vllm:" not in page:
                 cause = f"{base}/metrics has no vllm:* series, so one episode stays in flight."
@@ -108,7 +107,17 @@ async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
                 problems.append(Problem(f"{name}.base_url", error.message, _START_FIX))
             else:
                 problems += check_answers(health, url, f"{name}.base_url", "rollouts")
-    return problems
+    return [*problems, *_check_tokenizers(config)]
+
+
+def _find_fix(error: RollwayError, client: Mapping[str, Any]) -> str:
+    """Return what helps: another token if the server refused the one that prime-rl would send."""
+    if getattr(error, "status", None) != 401:
+        return _START_FIX
+    from rollway.integrations.prime_rl.serve import API_KEY, make_export
+
+    name = str(client.get("api_key_var", API_KEY))
+    return f"Before prime-rl, run: {make_export().replace(API_KEY, name)}"
 
 
 def make_headers(client: Mapping[str, Any]) -> dict[str, str]:
@@ -135,26 +144,38 @@ def _check_model(
         name = _find_table(config, path).get("name")
         if isinstance(name, str) and name not in served and not client.get("skip_model_check"):
             cause = f"The server has no model `{name}`, only {', '.join(served)}."
-            fix = "Use that name, or start the stack with `--set models.0.name=…`."
+            fix = "Use that name: `rollway prime-rl config` prints it."
             yield Problem(".".join((*path, "name")), cause, fix)
 
 
-def make_toml(model: str, url: str, admin_url: str, generation: Generation = "snapshot") -> str:
+def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for a name without a tokenizer. prime-rl's orchestrator loads the one of
+    [tokenizer], and its env servers that of the model's name, whatever [tokenizer] says."""
+    from transformers import AutoTokenizer
+
+    for place in ("model", "tokenizer") if _has_orchestrator(config) else ():
+        for path in (("orchestrator", place), (place,)):
+            table = _find_table(config, path)
+            name = table.get("name")
+            if not isinstance(name, str) or table.get("trust_remote_code"):
+                continue  # whose code must not run here
+            try:
+                AutoTokenizer.from_pretrained(name)
+            except (OSError, ValueError) as error:
+                cause = f"prime-rl loads a tokenizer by this name: {str(error).splitlines()[0]}"
+                fix = "Use the checkpoint's path, as `rollway prime-rl config` prints it."
+                yield Problem(".".join((*path, "name")), cause, fix)
+
+
+def make_toml(model: str, url: str, admin_url: str) -> str:
     """Return the part of prime-rl's config that names a running server."""
-    client = [f'base_url = "{url}"', f'admin_base_url = ["{admin_url}"]']
-    if generation == "june":
-        client = [
-            'backend = "dynamo"',
-            f'base_url = ["{url}"]',
-            f'rl_base_url = ["{admin_url.removesuffix("/v1")}"]',
-        ]
-    table = "orchestrator.client" if generation == "june" else "orchestrator.model.client"
     lines = [
         "[orchestrator.model]",
         f'name = "{model}"',
         "",
-        f"[{table}]",
-        *client,
+        "[orchestrator.model.client]",
+        f'base_url = "{url}"',
+        f'admin_base_url = ["{admin_url}"]',
         "",
         "[weight_broadcast]",
         'type = "filesystem"',
@@ -170,19 +191,12 @@ def _check_client(client: Mapping[str, Any], name: str) -> Iterator[Problem]:
             "Add base_url and admin_base_url; `rollway prime-rl config` prints them.",
         )
         return
-    june = [key for key in _JUNE if key in client]
-    if june and "dynamo" in client:
-        cause = f"`{june[0]}` is a key of June 2026, `dynamo` of September."
-        yield Problem(f"{name}.{june[0]}", cause, "Keep the one that your prime-rl knows.")
-    if "rl_base_url" in client and client.get("backend") != "dynamo":
-        cause = "Without backend, the orchestrator asks for vLLM's routes, and not for Dynamo's."
-        yield Problem(f"{name}.backend", cause, 'Add backend = "dynamo".')
-    if not june and isinstance(client.get("base_url"), list):
-        cause = "base_url is a list, which only prime-rl of June 2026 accepts."
+    for key in (key for key in _JUNE if key in client):
+        cause = f"`{key}` is a key of pull requests of June 2026 that were never merged."
+        yield Problem(f"{name}.{key}", cause, "Remove it: the server follows the fleet.")
+    if isinstance(client.get("base_url"), list):
+        cause = "base_url is a list, which prime-rl has not accepted since June 2026."
         yield Problem(f"{name}.base_url", cause, "Write one text.")
-    if client.get("elastic"):
-        cause = "The elastic pool talks to each worker by itself, past the server's gate."
-        yield Problem(f"{name}.elastic", cause, "Remove it: the server follows the fleet.")
     for url in _list_urls(client.get("admin_base_url")):
         if urlsplit(url).path.rstrip("/") not in ("", "/v1"):
             cause = f"{url} is not a server's address, but a path of a frontend."

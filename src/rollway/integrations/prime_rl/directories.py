@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -52,9 +53,9 @@ class BroadcastRules:
         """Return the directory that a request names, once its marker is there."""
         path = self._resolve(name)
         deadline = time.monotonic() + self.marker_seconds
-        while problem := self._find_problem(path):
+        while problem := self._find_problem(name, path):
             if time.monotonic() >= deadline:
-                raise UsageError(problem, "Send it once the trainer has written all of it.")
+                raise problem
             await asyncio.sleep(_POLL_SECONDS)
         return path
 
@@ -105,28 +106,46 @@ class BroadcastRules:
         try:
             path = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a link to itself, NUL
-            raise UsageError(f"{name!a} leads nowhere: {error}.", "Check the path.") from error
+            raise self._make_refusal(name) from error
         roots = [root.resolve() for root in self.allowed_roots]
         if roots and not any(path.is_relative_to(root) for root in roots):
-            raise UsageError(
-                f"{path} is outside the allowed checkpoint roots ({', '.join(map(str, roots))}).",
-                "Set `checkpoint_roots` of the stack, or output_dir of the trainer, accordingly.",
-            )
+            raise self._make_refusal(name)
         return path
 
-    def _find_problem(self, path: Path) -> str:
-        """Return why a directory is not complete; empty if it is."""
-        if not path.is_dir():
-            return f"There is no directory {path}."
-        names = ["STABLE", ".finished"] if self.marker == "either" else [self.marker]
-        marked = [_read_time(path / name) for name in names]
-        if not any(marked):
-            return f"{path} has no marker {' or '.join(names)}."
+    def _make_refusal(self, name: str) -> UsageError:
+        """Return one answer for all that may not be read: the caller must not learn what exists."""
+        roots = ", ".join(map(str, self.allowed_roots))
+        return UsageError(
+            f"{name!a} is absent, of another user, or outside the allowed checkpoint roots"
+            f"{f' ({roots})' if roots else ''}.",
+            "Broadcast below `checkpoint_roots` of the stack, or below --output-dir, as the user "
+            "of this server or as the owner of that directory.",
+        )
+
+    def _is_trusted(self, path: Path) -> bool:
+        """Return whether a directory and its files are of users whose weights may be served: the
+        server's own, root, and whoever owns a directory that the server was started with."""
+        try:
+            users = {os.geteuid(), 0} | {root.stat().st_uid for root in self.allowed_roots}
+            return path.is_dir() and users.issuperset(
+                file.stat().st_uid for file in (path, *path.iterdir())
+            )
+        except OSError:
+            return False
+
+    def _find_problem(self, name: str, path: Path) -> UsageError | None:
+        """Return why a directory cannot be served now; None if it is there, and complete."""
+        if not self._is_trusted(path):
+            return self._make_refusal(name)
+        markers = ["STABLE", ".finished"] if self.marker == "either" else [self.marker]
+        marked = [_read_time(path / marker) for marker in markers]
+        cause = "" if any(marked) else f"{path} has no marker {' or '.join(markers)}."
         # Markers have their own times; only what the trainer wrote as data must be older.
         written = max((_read_time(f) for f in path.iterdir() if f.suffix in _FILES), default=0)
-        if written > max(marked):
-            return f"{path} has files that are newer than its marker."
-        return ""
+        if any(marked) and written > max(marked):
+            cause = f"{path} has files that are newer than its marker."
+        hint = "Send it once the trainer has written all of it."
+        return UsageError(cause, hint) if cause else None
 
 
 def read_step(path: Path) -> int | None:

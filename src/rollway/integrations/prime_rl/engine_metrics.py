@@ -38,16 +38,12 @@ class EngineMetrics:
     _scrape: asyncio.Task[dict[str, str]] | None = None
     _ended: float = 0.0
 
-    async def read(self, worker: Worker | None = None) -> str:
-        """Return the series of all workers that answer in time, or of one of them."""
+    async def read(self) -> str:
+        """Return the series of all workers that answer in time."""
         is_old = time.monotonic() - self._ended > self.shared_seconds
         if self._scrape is None or (self._scrape.done() and is_old):
             self._scrape = asyncio.create_task(self._read_all())
-        pages = await asyncio.shield(self._scrape)  # others may wait for the same scrape
-        if worker is not None:
-            label = self._get_label(worker)
-            pages = {label: pages.get(label, "")}
-        return join_pages(pages)
+        return join_pages(await asyncio.shield(self._scrape))  # others may wait for the same scrape
 
     async def close(self) -> None:
         if self._scrape is not None:

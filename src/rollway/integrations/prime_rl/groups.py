@@ -85,19 +85,12 @@ def read_arguments(arguments: Sequence[Any]) -> InitRequest:
 def read_request(body: Mapping[str, Any]) -> InitRequest:
     """Return the request in a body; raise `UsageError` if it is none."""
     try:
-        request = msgspec.convert(dict(body), InitRequest)
+        return msgspec.convert(dict(body), InitRequest)
     except msgspec.ValidationError as error:
         raise UsageError(
             f"This is no request to form a group: {error}.",
             "Send host, port, inference_world_size and timeout, as prime-rl does.",
         ) from error
-    if request.quantize_in_weight_transfer:
-        raise UsageError(
-            "quantize_in_weight_transfer sends weights in a kernel's layout. The engine makes its "
-            "own scales, so they would be quantised twice.",
-            "Set quantize_in_weight_transfer = false, or broadcast a checkpoint directory.",
-        )
-    return request
 
 
 @dataclass(slots=True)
@@ -130,6 +123,12 @@ class Broadcaster:
 
     def check_type(self, request: InitRequest) -> None:
         """Raise if this request asks for what the server was not started for, or cannot do."""
+        if request.quantize_in_weight_transfer:
+            raise UsageError(
+                "quantize_in_weight_transfer sends weights in a kernel's layout. The engine makes "
+                "its own scales, so they would be quantised twice.",
+                "Set quantize_in_weight_transfer = false, or broadcast a checkpoint directory.",
+            )
         kind = "nccl" if request.session_id is None else "nixl"
         if self.type not in ("auto", kind):
             raise Refused(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ from rollway.errors import UsageError
 from rollway.gateway.access import Access
 from rollway.gateway.command import GatewayOptions
 from rollway.integrations.prime_rl.check import Problem, read_toml
-from rollway.integrations.prime_rl.serve import ServeOptions, serve
+from rollway.integrations.prime_rl.serve import API_KEY, ServeOptions, serve
 from rollway.stack import preset
 
 TRANSPORTS = ("filesystem", "nccl")
@@ -139,6 +140,12 @@ def make_stack(config: InferenceConfig) -> dict[str, Any]:
 
 async def run(config: InferenceConfig, spec: StackSpec, access: Access) -> None:
     """Start the stack and serve until a signal; every process ends before this does."""
+    if not access.operators and os.environ.get(API_KEY, "EMPTY") in ("", "EMPTY"):
+        raise UsageError(
+            f"{API_KEY} is not set, so the orchestrator could not prove that it may change the "
+            "workers.",
+            f"Before `rl`, run: export {API_KEY}=$(openssl rand -hex 32)",
+        )
     for port in filter(None, (config.port, config.admin_port)):
         _check_port(config.host, port)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -320,8 +327,6 @@ def _make_environment(config: InferenceConfig) -> dict[str, str]:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
     if config.vllm.get("enable_lora"):
         env["DYN_LORA_ENABLED"] = "true"
-    if config.vllm.get("enable_return_routed_experts"):
-        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the second runner captures no experts
     return env | {name: str(value) for name, value in config.get_table("env_vars").items()}
 
 

@@ -53,6 +53,9 @@ class Record(msgspec.Struct):
     phase: Phase = "serving"
     cause: str = ""
     """Why the last update failed."""
+    refusal: str = ""
+    """Why the last admin call was refused, until one of its kind is answered: prime-rl drops the
+    answer's text."""
     step: int | None = None
     version: int | None = None
     adapters: dict[str, LoadedAdapter] = {}
@@ -89,6 +92,12 @@ class Memory:
             record = msgspec.json.decode(private.read_file(file, _LARGEST), type=Record)
             if record.run == run:
                 self.record = record
+
+    def note_refusal(self, text: str) -> None:
+        """Keep it for `rollway status`. A file that cannot be written changes no answer."""
+        self.record.refusal = text
+        with contextlib.suppress(RollwayError):
+            self.save()
 
     def save(self) -> None:
         """Write the record; raise if it cannot be written, before anything depends on it."""

@@ -4,7 +4,6 @@
     admin      POST /pause /update_weights /resume /init_broadcaster
                POST /load_lora_adapter /unload_lora_adapter
                GET /v1/rl/workers   POST /collective_rpc /engine/*   (`virtual_worker`)
-               POST /workers/<key>/engine/*   GET …/health …/metrics   (`per_worker`)
     both       GET /health /liveness /v1/models /metrics
                POST, GET /v1/rollway/trainer_logprobs
 
@@ -46,7 +45,6 @@ from rollway.integrations.prime_rl.generate import (
 )
 from rollway.integrations.prime_rl.groups import read_request
 from rollway.integrations.prime_rl.lora import AdapterAliases
-from rollway.integrations.prime_rl.per_worker import WorkerParts
 from rollway.integrations.prime_rl.trainer_logprobs import MismatchRecord
 from rollway.integrations.prime_rl.updates import WeightUpdates
 from rollway.integrations.prime_rl.virtual_worker import VirtualWorker
@@ -70,6 +68,8 @@ class PrimeRl:
 
     stack: Stack
     model: str
+    name: str
+    """What prime-rl calls the model: it loads the rollout tokenizer by this name."""
     context_length: int
     updates: WeightUpdates
     adapters: AdapterAliases
@@ -77,8 +77,6 @@ class PrimeRl:
     experts: int | None = None
     """The number of experts of the model, if replies carry those of each token."""
     plane: Plane = "both"
-    parts: WorkerParts | None = None
-    """Lists each worker by itself; without it, the fleet is one virtual worker."""
     mismatches: MismatchRecord = field(default_factory=MismatchRecord)
     gateway: Gateway | None = None
     """Answers chats; set once it is made."""
@@ -97,8 +95,8 @@ class PrimeRl:
         ):
             router.add_get(path, handler)
         path = "/v1/rollway/trainer_logprobs"
-        router.add_post(path, _for_operators(self.compare_logprobs))
-        router.add_get(path, _for_operators(self.show_mismatch))
+        router.add_post(path, self._for_operators(self.compare_logprobs))
+        router.add_get(path, self._for_operators(self.show_mismatch))
         if self.plane != "admin":
             router.add_post("/inference/v1/generate", self.generate)
             router.add_post("/v1/chat/completions", self.chat)
@@ -112,15 +110,10 @@ class PrimeRl:
                 ("/load_lora_adapter", self.load_adapter),
                 ("/unload_lora_adapter", self.unload_adapter),
             ):
-                router.add_post(path, _for_operators(handler))
+                router.add_post(path, self._for_operators(handler))
             router.add_get("/v1/rl/workers", self.list_workers)
-            router.add_post("/collective_rpc", _for_operators(self.call_method))
-            router.add_post("/engine/{route:.+}", _for_operators(self.call_route))
-            if self.parts is not None:
-                router.add_get("/workers/{worker}/health", self.show_worker_health)
-                router.add_get("/workers/{worker}/metrics", self.show_worker_metrics)
-                path = "/workers/{worker}/engine/{route}"
-                router.add_post(path, _for_operators(self.call_worker_route))
+            router.add_post("/collective_rpc", self._for_operators(self.call_method))
+            router.add_post("/engine/{route:.+}", self._for_operators(self.call_route))
 
     async def admit(self, request: web.Request) -> None:
         """Let requests for new tokens wait at the gate."""
@@ -131,14 +124,14 @@ class PrimeRl:
 
     def find_model(self, name: Any) -> str:
         """Return the model or the version of an adapter that a request means."""
-        if name in (None, "", self.model):
+        if name in (None, "", self.model, self.name):
             return self.model
         served = self.adapters.find(name) if isinstance(name, str) else None
         if served is None:
             raise Refused(
                 404,
                 f"The model `{name}` is not served.",
-                f"Use `{self.model}`, or the name of an adapter that was loaded.",
+                f"Use `{self.name}`, or the name of an adapter that was loaded.",
                 kind="not_found",
             )
         return served
@@ -230,8 +223,10 @@ class PrimeRl:
         return web.Response(body=body, status=status, content_type="application/json")
 
     async def list_models(self, request: web.Request) -> web.Response:
-        base = {"id": self.model, "object": "model", "owned_by": "rollway", "root": self.model}
-        entries = [base, *self.adapters.list_models(self.model)]
+        own = {"object": "model", "owned_by": "rollway", "root": self.name}
+        names = dict.fromkeys((self.name, self.model))
+        entries = [{"id": name, **own} for name in names]
+        entries += self.adapters.list_models(self.name)
         lengths = {"max_model_len": self.context_length}
         return json_response({"object": "list", "data": [{**e, **lengths} for e in entries]})
 
@@ -311,11 +306,8 @@ class PrimeRl:
     # --- for generations that discover workers ---------------------------------------------------
 
     async def list_workers(self, request: web.Request) -> web.Response:
-        virtual, origin = self._make_worker(), _find_origin(request)
-        if self.parts is not None:
-            return json_response(await self.parts.list_workers(virtual, origin))
         error = "" if await self._list_answering() else "no worker answers yet"
-        return json_response(virtual.list_workers(origin, error))
+        return json_response(self._make_worker().list_workers(_find_origin(request), error))
 
     async def call_method(self, request: web.Request) -> web.Response:
         return json_response(await self._make_worker().call_method(_read_object(request)))
@@ -324,41 +316,38 @@ class PrimeRl:
         name = request.match_info["route"]
         return json_response(await self._make_worker().call_route(name, _read_object(request)))
 
-    async def call_worker_route(self, request: web.Request) -> web.Response:
-        assert self.parts is not None
-        key, name = request.match_info["worker"], request.match_info["route"]
-        virtual, body = self._make_worker(), _read_object(request)
-        return json_response(await self.parts.call_route(virtual, key, name, body))
+    def _for_operators(self, handler: Handler) -> Handler:
+        """Return the handler for callers who may change workers. prime-rl drops the reason of a
+        refusal, so it is noted here."""
 
-    async def show_worker_health(self, request: web.Request) -> web.Response:
-        assert self.parts is not None
-        await self.parts.find_worker(request.match_info["worker"])
-        return json_response({"status": "ok"})
+        async def check(request: web.Request) -> web.StreamResponse:
+            if not request[CALLER].operator:
+                raise Refused(
+                    403,
+                    "This token may sample, and not change workers.",
+                    f"Use a token of {OPERATOR_TOKENS}.",
+                    kind="permission_error",
+                )
+            try:
+                response = await handler(request)
+            except RollwayError as error:
+                self._note_refusal(f"{request.path} was refused. {error}")
+                raise
+            if self.updates.memory.record.refusal.startswith(f"{request.path} "):
+                self.updates.memory.note_refusal("")
+            return response
 
-    async def show_worker_metrics(self, request: web.Request) -> web.Response:
-        """Show the series of one worker: a client that reads every worker's adds them up."""
-        assert self.parts is not None
-        worker = await self.parts.find_worker(request.match_info["worker"])
-        return web.Response(text=await self.metrics.read(worker), content_type="text/plain")
+        return check
+
+    def _note_refusal(self, text: str) -> None:
+        """Say it in the log, on the dashboard and in `rollway status`."""
+        log.warning("%s", text)
+        if self.stack.run_recorder is not None:
+            self.stack.run_recorder.event("prime-rl call refused", text)
+        self.updates.memory.note_refusal(text)
 
     def _make_worker(self) -> VirtualWorker:
-        return VirtualWorker(self.model, self.updates, self.adapters)
-
-
-def _for_operators(handler: Handler) -> Handler:
-    """Return the handler for callers who may change workers."""
-
-    async def check(request: web.Request) -> web.StreamResponse:
-        if not request[CALLER].operator:
-            raise Refused(
-                403,
-                "This token may sample, and not change workers.",
-                f"Use a token of {OPERATOR_TOKENS}.",
-                kind="permission_error",
-            )
-        return await handler(request)
-
-    return check
+        return VirtualWorker(self.name, self.updates, self.adapters)
 
 
 def _find_origin(request: web.Request) -> str:

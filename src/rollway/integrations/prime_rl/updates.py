@@ -141,13 +141,7 @@ class WeightUpdates:
         """Form the group for broadcasts, within the timeout of the request that `read` returns.
 
         A failure is also the answer of the next pause. The same request again joins the first."""
-        try:
-            request = read()
-            if self.broadcaster is None:
-                raise Refused(409, "This server reads broadcasts from files.")
-        except RollwayError as error:
-            self._note_broadcaster(error)
-            raise
+        request = read()  # what is no request blocks no trainer
         key = msgspec.structs.replace(request, rank_offset=0)
         if self._forming is not None and not self._forming[1].done() and self._forming[0] != key:
             self._forming[1].cancel()  # its trainer is gone: prime-rl forms one group at a time
@@ -158,9 +152,10 @@ class WeightUpdates:
         await asyncio.shield(self._forming[1])
 
     async def _form(self, request: InitRequest) -> None:
-        assert self.broadcaster is not None
         self.broadcaster_failure = ""
         try:
+            if self.broadcaster is None:
+                raise Refused(409, "This server reads broadcasts from files.")
             await self.broadcaster.form(request)
         except RollwayError as error:
             self._note_broadcaster(error)
@@ -168,7 +163,6 @@ class WeightUpdates:
 
     def _note_broadcaster(self, error: RollwayError) -> None:
         self.broadcaster_failure = f"/init_broadcaster failed. {error}"
-        log.warning("%s", self.broadcaster_failure)
 
     async def refuse_adapters(self) -> None:
         """Raise if whole models come over a group: prime-rl itself refuses NCCL with LoRA."""
@@ -235,6 +229,13 @@ class WeightUpdates:
             )
 
     async def _update(self, name: str, step: int | None) -> int:
+        try:
+            return await self._refit(name, step)
+        except RollwayError:
+            self.failures += 1
+            raise
+
+    async def _refit(self, name: str, step: int | None) -> int:
         named = read_step(Path(name))
         if step is not None and named not in (None, step):
             raise UsageError(f"{name} is of step {named}, and weight_version of step {step}.")
@@ -257,7 +258,6 @@ class WeightUpdates:
                 raise Refused(400, str(error), _GROUP_HINT) from error
             raise
         except RollwayError as error:
-            self.failures += 1
             self._remember("failed", f"the update to step {step} failed. {error}")
             # A broadcast over a group is sent once, so prime-rl must not repeat the call.
             status = 409 if isinstance(weights, GroupUpdate) else 503

@@ -42,7 +42,7 @@ _MOST_EVENTS, _MOST_VERSIONS, _MOST_STEPS = 2_000, 200, 200
 _MOST_KINDS = 64
 
 _ENDS = ("stop", "stopped", "failed")
-_BAD_EVENTS = ("exited", "killed", "fault", "failed", "error", "dropped", "gone")
+_BAD_EVENTS = ("exited", "killed", "fault", "failed", "refused", "error", "dropped", "gone")
 _WARN_EVENTS = ("restart", "leave", "stop")
 
 
