@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,9 +25,11 @@ from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
+from rollway.integrations.verl.pool import Pool
 from rollway.orders import REFIT, STAGE
 from rollway.stack.state import ProcessState
 from rollway.weights.checkpoint import read_headers
+from rollway.weights.offer import Offer
 from tests.conftest import Cli, Footprint
 from tests.light.spec import light
 from tests.stack.policies import Policy
@@ -117,6 +120,47 @@ async def test_a_worker_that_joins_between_refits_is_listed_and_moved(
         report = await stack.refit(2, policies[policy].path)
         assert report.serving == 2
         assert len({worker.proof for worker in report.workers if worker.version == 2}) == 1
+
+
+@pytest.mark.parametrize("replicas", [2, 1])
+async def test_verls_pool_goes_on_when_an_engine_dies(
+    base_model: Path, policies: list[Policy], replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frontend lists a dead engine for 10 s. Also a pool's only engine may die. verl itself,
+    whose place its calls take here, is in another environment (tests/verl/test_deaths.py)."""
+    replica = ModuleType("verl.workers.rollout.replica")
+    replica.TokenOutput = SimpleNamespace  # type: ignore[attr-defined]
+    for name in ("verl", "verl.workers", "verl.workers.rollout"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, replica.__name__, replica)
+    rollout = SimpleNamespace(
+        engine_kwargs={"dynamo": {"abort_seconds": 30}},
+        prompt_length=8,
+        response_length=8,
+        tensor_model_parallel_size=1,
+    )
+    pool = Pool("hybrid", rollout, SimpleNamespace(path=str(base_model)), expected=replicas)
+
+    async def update(version: int) -> None:
+        """Make verl's calls for engines on GPUs of their own."""
+        where = {"path": str(policies[version].path)}
+        await pool.abort_all_requests()
+        await pool.refit(Offer("files", version, "identity", 1, where).as_json(), version)
+        await pool.clear_kv_cache()
+        await pool.set_global_steps(version)
+        await pool.resume_generation()
+
+    async with rollway.aio.up(light(base_model, "verl", replicas)) as stack:
+        pool.serve(stack)
+        await update(1)
+        for version in (2, 3):
+            state = read_state("verl")
+            os.kill(next(p.pid for p in state.processes if p.instance) or 0, signal.SIGKILL)
+            running = pool.generate([40, 41], {"temperature": 1.0, "logprobs": True}, "r")
+            if version == 2:
+                await update(version)
+            output = await asyncio.wait_for(running, 60)
+            assert output.extra_fields["global_steps"] == 2
 
 
 def test_a_canary_verifies_workers_without_our_engine_methods(

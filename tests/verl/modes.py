@@ -22,9 +22,15 @@ def run(
     *,
     tied: bool = False,
 ) -> Training:
-    prepare(directory, base_model)
+    overrides = mode_settings(directory, base_model, mode)
     if tied:
         tie_embeddings(directory)
+    return train(directory, {**overrides, **(more or {})}, modules)
+
+
+def mode_settings(directory: Path, base_model: Path, mode: str) -> dict[str, Any]:
+    """Write a run's files, and return its overrides."""
+    prepare(directory, base_model)
     separate = mode == "separate_async"
     overrides = settings(
         directory,
@@ -37,7 +43,7 @@ def run(
         overrides[f"trainer.v1.{mode}.num_warmup_batches"] = 0
     if separate:
         overrides |= separate_engines()
-    return train(directory, {**overrides, **(more or {})}, modules)
+    return overrides
 
 
 def separate_engines() -> dict[str, Any]:

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet.admin import AdminAPI, NoSuchMethod, call_all, start_and_wait
-from rollway.fleet.discovery import Worker, is_dead
+from rollway.fleet.admin import AdminAPI, NoSuchMethod, call_all, call_living, start_and_wait
+from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import STAGE_SECONDS
 from rollway.weights.adapter import Adapter, attach_adapter, check_config, directory_of, served_name
 from rollway.weights.offer import Offer
@@ -101,8 +101,8 @@ class Adapters:
             )
         others = [version for version in known if version.served != new.served]
         try:
-            await self._call_all(workers, partial(self._send, new))
-            await self._call_all(workers, partial(self._serve, new))
+            await call_living(workers, partial(self._send, new))
+            await call_living(workers, partial(self._serve, new))
         except BaseException:
             if len(others) == len(known):  # else it was loaded before, and stays
                 await call_all(workers, partial(self._remove, new.served))
@@ -138,8 +138,8 @@ class Adapters:
         for version in self._list_versions():
             new = missing.get(version.served, [])
             try:
-                await self._call_all(new, partial(self._send, version))
-                await self._call_all(new, partial(self._serve, version))
+                await call_living(new, partial(self._send, version))
+                await call_living(new, partial(self._serve, version))
             except UsageError as error:
                 # Its publisher may have ended. Workers without the adapter get no requests for it.
                 log.warning("%s is not on every worker: %s", version.served, error.message)
@@ -189,13 +189,3 @@ class Adapters:
             await self._admin.unload_lora(worker, served)
         with contextlib.suppress(AdminError):
             await self._admin.call(worker, DROP_METHOD, {"served": served})
-
-    async def _call_all(
-        self, workers: Sequence[Worker], call: Callable[[Worker], Awaitable[None]]
-    ) -> None:
-        """Make one call on every worker. Raise the first failure, unless its worker has died."""
-        for worker, result in zip(workers, await call_all(workers, call), strict=True):
-            if isinstance(result, BaseException):
-                if isinstance(result, AdminError) and await is_dead(worker):
-                    continue
-                raise result

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError, UsageError
-from rollway.fleet.discovery import Worker
+from rollway.fleet.discovery import Worker, is_dead
 from rollway.http import Http
 from rollway.weights.offer import STILL
 
@@ -275,6 +275,15 @@ async def call_all_or_raise(workers: Sequence[W], call: Callable[[W], Awaitable[
     """Make one call on every worker, and raise the first failure when all have ended."""
     for _, error in await collect_failures(workers, call):
         raise error
+
+
+async def call_living(
+    workers: Sequence[Worker], call: Callable[[Worker], Awaitable[object]]
+) -> None:
+    """Make one call on every worker, and raise the first failure, unless its worker has died."""
+    for worker, error in await collect_failures(workers, call):
+        if not (isinstance(error, AdminError) and await is_dead(worker)):
+            raise error
 
 
 async def run_to_the_end(work: Coroutine[Any, Any, None]) -> None:

@@ -53,6 +53,9 @@ class Worker:
     """With prefill and decode apart, which of them it does."""
     inference_url: str = ""
     """Where its own model answers, if the source knows it."""
+    request_address: str = ""
+    """Where the frontend sends its requests, if the source says so. A worker in error is listed
+    with this address alone, and its successor has another one."""
 
     def __str__(self) -> str:
         return f"worker {self.instance_id} ({self.admin_url or 'no admin address'})"
@@ -152,11 +155,16 @@ async def list_instances(http: Http, source: Source) -> frozenset[int] | None:
 async def is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
     """Return whether a silent worker is dead and not just slow.
 
-    It is dead if nothing listens at its admin address, or if another worker in `listed` has that
-    address and answers: a restarted worker gets the same ports."""
+    It is dead if nothing listens at one of its addresses, or if another worker in `listed` has its
+    admin address and answers: a restarted worker gets the same admin port."""
     if any(w.admin_url == worker.admin_url and w.error is None for w in listed):
         return worker.error is not None
-    host, port = _split_address(worker.admin_url)
+    addresses = (worker.request_address, worker.admin_url)
+    return any([await _is_refused(address) for address in addresses])
+
+
+async def _is_refused(address: str) -> bool:
+    host, port = _split_address(address)
     if port is None:
         return False
     try:
@@ -272,6 +280,7 @@ def _parse_entry(entry: Any) -> Worker:
         world_size=entry.get("world_size") or 1,
         error=str(error) if error else None,
         role=find_role(str(entry.get("component") or "")),
+        request_address=_get_transport_address(entry.get("transport")),
     )
     if worker.error is not None:
         return worker
@@ -336,10 +345,14 @@ def _make_stand_in_id(url: str) -> int:
     return -int.from_bytes(digest[:7], "big") - 1
 
 
-def _get_transport_host(transport: Any) -> str:
-    """Return the host in `{"tcp": "10.0.0.7:43601/…"}`; empty for other transports."""
+def _get_transport_address(transport: Any) -> str:
+    """Return host and port in `{"tcp": "10.0.0.7:43601/…"}`; empty for other transports."""
     address = transport.get("tcp") if isinstance(transport, dict) else transport
-    host, port = _split_address(str(address).partition("/")[0]) if address else ("", None)
+    return str(address or "").partition("/")[0]
+
+
+def _get_transport_host(transport: Any) -> str:
+    host, port = _split_address(_get_transport_address(transport))
     if not host or port is None:
         return ""
     return f"[{host}]" if ":" in host else host

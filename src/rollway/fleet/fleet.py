@@ -17,7 +17,7 @@ from typing import Any, get_args
 from rollway.config import AdminTimeouts
 from rollway.errors import RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
-from rollway.fleet.admin import AdminAPI, PauseMode, call_all_or_raise
+from rollway.fleet.admin import AdminAPI, PauseMode, call_living
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
@@ -194,7 +194,7 @@ class Fleet:
             AdminError: a worker refused, or does not answer.
             NoWorkers: no worker is listed.
         """
-        await call_all_or_raise(await self.membership.list_answering(), self.admin.flush_cache)
+        await call_living(await self.membership.list_answering(), self.admin.flush_cache)
 
     async def read_versions(self) -> dict[int, int | None]:
         """Return the version that each worker declares, by instance id.

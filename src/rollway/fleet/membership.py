@@ -90,14 +90,14 @@ class Membership:
         return list(await asyncio.shield(self._listing))
 
     async def list_answering(self) -> list[Worker]:
-        """List the workers now; raise if there is none, or one that does not answer."""
+        """List the workers now, without those that have died; raise if there is none, or one that
+        does not answer."""
         listed = await self.workers(fresh=True)
-        silent = [worker for worker in listed if worker.error is not None]
-        if silent:
-            raise silent_workers_error(silent, len(listed))
-        if not listed:
+        await refuse_silent(listed)
+        answering = [worker for worker in listed if worker.error is None]
+        if not answering:
             raise no_workers_error(self.source)
-        return listed
+        return answering
 
     async def confirm(self) -> list[Worker] | None:
         """Return the workers of the last listing, if all of them answered it and nobody has joined

@@ -10,7 +10,7 @@ from rollway.fleet.admin import (
     AdminAPI,
     PauseMode,
     call_all,
-    call_all_or_raise,
+    call_living,
     run_to_the_end,
 )
 from rollway.fleet.discovery import Worker
@@ -40,7 +40,7 @@ class Pauser:
         self.versions.close(is_pause=True)
         try:
             for stage in split_in_stages(workers, mode, lambda worker: worker.role):
-                await call_all_or_raise(
+                await call_living(
                     stage, lambda w: self._service_of(w).pause(mode, clear_cache=clear_cache)
                 )
         except BaseException:
@@ -55,7 +55,7 @@ class Pauser:
         awake = [w for w in answering if w not in asleep]
         doubtful = [w for w in awake if (labels[w.instance_id] or 0) < 0]
         try:
-            await call_all_or_raise([w for w in awake if w not in doubtful], self._put_back)
+            await call_living([w for w in awake if w not in doubtful], self._put_back)
         finally:
             self.versions.open()
         await refuse_silent(workers)

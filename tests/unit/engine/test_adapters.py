@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from rollway.engine import adapters as engine
 from rollway.errors import AdminError, UsageError, WeightsError
-from rollway.fleet import adapters as fleet_adapters
 from rollway.fleet.adapters import Adapters
 from rollway.fleet.discovery import Worker
 from rollway.weights import adapter as adapter_module
@@ -317,7 +316,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     async def alive(worker: Worker) -> bool:
         return False
 
-    monkeypatch.setattr(fleet_adapters, "is_dead", alive)
+    monkeypatch.setattr("rollway.fleet.admin.is_dead", alive)
     monkeypatch.setattr("rollway.fleet.admin.ASK_SECONDS", 0.0)
 
 

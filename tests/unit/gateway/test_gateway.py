@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollway.errors import UsageError
+from rollway.errors import RolloutError, UsageError
 from rollway.gateway.messages import chain, find_sent_prefix, link, remove_bundle
 from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import StreamedMessage, convert_chunk
 from rollway.gateway.template import TurnCounts, _end_of_turn
+from rollway.gateway.turns import PendingTurn
+from rollway.rollout.completion import Completion
 from rollway.rollout.experts import RoutedExperts
 from tests.awkward_tokenizer import TURN_END, make
 
@@ -88,6 +90,13 @@ def test_tokens_shared_by_two_trajectories_are_trained_on_once() -> None:
     assert list(session.each_trajectory(1)) == [second]
     assert session.count_trajectories() == 2
     assert session.latest(["x", "a", "y"]) == ("1", 2) and session.latest(["x"]) is None
+
+
+def test_a_turn_whose_experts_were_not_captured_is_refused() -> None:
+    zeros = RoutedExperts(np.zeros((3, 2, 2), dtype=np.uint8)).as_json()
+    answer = Completion([3, 4], [-1.0, -1.0], "stop", 7, 0, routed_experts=zeros)
+    with pytest.raises(RolloutError, match=r"all 0: nothing was captured.*moe-backend: triton"):
+        PendingTurn("m", Session("s"), "h", [1, 2], with_experts=True).complete(answer, 0, None)
 
 
 def test_every_turn_keeps_the_experts_that_it_adds(tmp_path: Path) -> None:

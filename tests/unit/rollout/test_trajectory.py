@@ -296,6 +296,27 @@ async def test_experts_of_an_earlier_leg_are_kept() -> None:
             )
 
 
+async def test_experts_that_the_kernel_did_not_report_are_refused() -> None:
+    """Zeros are an expert, too: a trainer that replays them would train expert 0 alone."""
+    zeros = {"data": base64.b64encode(bytes(3 * 2 * 2)).decode(), "shape": [3, 2, 2]}
+    one_row = bytes([1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0])
+    partly = {"data": base64.b64encode(one_row).decode(), "shape": [3, 2, 2]}
+    sampling = Sampling(max_tokens=3, routed_experts=True)
+    for wrong, message in ((zeros, "all 0"), (partly, r"1 of 3 rows .* \[0, 0\] at position 2")):
+        body = make_answer([5], 3)
+        body["nvext"]["routed_experts"] = wrong
+        with pytest.raises(RolloutError, match=message + ".*moe-backend: triton"):
+            await Rollouts(Scripted(body), "http://f", "m", make_versions()).generate(
+                [1, 2, 3], sampling
+            )
+    # The only expert, or the first of several that the router chose: with top-1, 0 may be right.
+    body = make_answer([5], 3)
+    body["nvext"]["routed_experts"] = {**zeros, "shape": [3, 4, 1]}
+    client = Rollouts(Scripted(body), "http://f", "m", make_versions())
+    (rollout,) = await client.generate([1, 2, 3], sampling)
+    assert rollout.routed_experts is not None and not rollout.routed_experts.ids.any()
+
+
 async def test_only_groups_have_a_session() -> None:
     """The frontend holds so many: a session that no second request has would take a place."""
     http = Scripted(*(make_answer([5], 3) for _ in range(4)))

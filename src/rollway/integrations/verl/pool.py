@@ -156,6 +156,7 @@ class Pool:
             Destination(stack.name, stack.weights_secret, model, addresses),
             engine_ranks=int(self._rollout.tensor_model_parallel_size),
             tied=find_tied_names(Path(model)),
+            start_seconds=self._options.start_seconds,
         )
         self._serving = Serving(stack, requests, weights)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.aio import Stack
-from rollway.errors import RolloutError, RollwayError
+from rollway.errors import NoWorkers, RolloutError, RollwayError
 from rollway.integrations.verl.generation import (
     make_empty_output,
     make_output,
@@ -156,8 +156,12 @@ class Requests:
         """Clients of earlier adapters that still have requests."""
 
     def _make_client(self, adapter: str | None = None) -> Rollouts:
-        timeout = self._options.request_timeout_s
-        client = self._stack.rollouts(concurrency=CONCURRENCY, timeout=timeout, adapter=adapter)
+        client = self._stack.rollouts(
+            concurrency=CONCURRENCY,
+            timeout=self._options.request_timeout_s,
+            patience=self._options.start_seconds,  # a pool's only engine may have to restart
+            adapter=adapter,
+        )
         client.resumes = False  # verl's own client continues aborted answers
         return client
 
@@ -167,9 +171,11 @@ class Requests:
         self._client = self._make_client(adapter)
 
     def fail(self, cause: str) -> None:
-        """Answer waiting and later requests with this error."""
+        """Answer all requests with this error, those in flight as well."""
         self._failure = cause
         self._gate.open()
+        for task in self._tasks.values():
+            task.cancel()
 
     # --- generation ------------------------------------------------------------------------------
 
@@ -194,6 +200,8 @@ class Requests:
         try:
             return await task
         except asyncio.CancelledError:
+            if self._failure:
+                raise RolloutError(self._failure) from None
             if key not in self._aborted:
                 raise
             return make_empty_output("aborted")
@@ -248,7 +256,8 @@ class Requests:
             self._gate.shut(rejects=rejects)  # a resume that held `control` may have opened it
             tasks = dict(self._tasks)
             if not self._paused:
-                await self._stack.fleet.pause("abort")
+                with contextlib.suppress(NoWorkers):  # all have died: there is nothing to abort
+                    await self._stack.fleet.pause("abort")
                 self._paused = True
             if tasks:
                 await self._wait_for_engines(tasks)
@@ -319,4 +328,5 @@ class Requests:
 
     async def clear_cache(self) -> None:
         if not self._asleep:
-            await self._stack.fleet.flush_cache()
+            with contextlib.suppress(NoWorkers):  # all have died, with what they had cached
+                await self._stack.fleet.flush_cache()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from rollway.errors import UsageError, WeightsError
+from rollway.errors import NoWorkers, UsageError, WeightsError
 from rollway.integrations.verl.spec import ADAPTERS_KEPT, WeightOptions
 from rollway.integrations.verl.verl_buckets import (
     NamedTensor,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # trainer ranks import this module too
     from rollway.fleet.updates import Weights
 
 
+WAIT_SECONDS = 0.5
 ADAPTER = "policy"
 """The stack's name for the LoRA adapter that verl trains."""
 
@@ -99,11 +100,19 @@ class PoolWeights:
     engine_ranks: int
     """Tensor parallelism of each worker."""
     tied: frozenset[str]
+    start_seconds: float
+    """How long a worker may take to start again."""
     _receivers: int = 0
 
     async def describe(self) -> PoolInfo:
-        """Count the receivers, and return what a trainer must know."""
-        workers = [worker for worker in await self.stack.fleet.workers() if not worker.error]
+        """Count the receivers, and return what a trainer must know. Wait for one: if a pool's only
+        worker died, its successor gets the weights."""
+        deadline = time.monotonic() + self.start_seconds
+        while True:
+            workers = [worker for worker in await self.stack.fleet.workers() if not worker.error]
+            if workers or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(WAIT_SECONDS)
         self._receivers = len(workers) * self.engine_ranks
         return self._info()
 
@@ -128,7 +137,11 @@ class PoolWeights:
     async def _run_refit(self, update: Weights, step: int | None) -> dict[str, float]:
         # The version is used up even if the refit fails: some workers may serve it by then.
         version, began = self.versions.add(step), time.monotonic()
-        report = await self.stack.refit(version, update, allow_cast=True)
+        try:
+            report = await self.stack.refit(version, update, allow_cast=True)
+        except NoWorkers:
+            await self.describe()
+            report = await self.stack.refit(version, update, allow_cast=True)
         end_step(version if step is None else step, publish=time.monotonic() - began)
         return {"seconds": report.seconds, "paused_seconds": report.paused_seconds}
 
