@@ -300,7 +300,7 @@ def _find_on_ray(name: str) -> RayStack | None:
     """Return the stack of the Ray cluster with this name, unless one of this machine has it."""
     if "/" not in name:
         state = StackDir(name).read()
-        if (state is not None and state.is_supervised) or not launcher.may_reach_cluster():
+        if state is not None and state.is_supervised:
             return None
     return launcher.find(name)
 

@@ -80,6 +80,22 @@ def read_command(process: ProcessId, length: int = 120) -> str:
     return "".join(char if char.isprintable() else " " for char in text)[:length]
 
 
+def list_own_commands(program: str) -> list[list[str]]:
+    """Return the command lines of this user's processes that run a file of this name.
+
+    The kernel says which file that is: a process may call itself anything. It also says who started
+    the process: one of a setuid program seems to be root's, with arguments of anybody."""
+    owner = f"Uid:\t{os.getuid()}\t{os.getuid()}\t{os.getuid()}\t{os.getuid()}\n"
+    commands = []
+    for process in (_PROC / str(pid) for pid in _list_own_pids()):
+        with contextlib.suppress(OSError):
+            is_own = owner in (process / "status").read_text(errors="replace")
+            if is_own and (process / "exe").readlink().name == program:
+                line = (process / "cmdline").read_bytes()
+                commands.append(line.decode(errors="replace").split("\0"))
+    return commands
+
+
 def make_run_environment(run_id: str) -> dict[str, str]:
     """Return the variables that mark a process, and all its children, as members of a run."""
     return {MARK: run_id, "SPT_NOENV": "1"}

@@ -44,7 +44,7 @@ QUICK = Limits(gates=30, suspend=20, cluster=20, deployments=20, grace=2, driver
 
 _RAY_POD = {"spec": {"containers": [{"name": "ray"}]}}
 RAY: dict[str, Any] = {
-    "rayVersion": "2.57.0",
+    "rayVersion": "2.60.0",
     "headGroupSpec": {"template": _RAY_POD},
     "workerGroupSpecs": [{"groupName": "gpu", "replicas": 1, "template": _RAY_POD}],
 }

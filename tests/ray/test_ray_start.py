@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
 DRIVER = """
-import json, sys, time
+import json, os, pathlib, subprocess, sys, time
 import ray, ray.data, rollway
 from rollway.stack.ray import cluster
 from tests.ray.clusters import list_left
@@ -47,9 +47,14 @@ with rollway.up(json.loads(sys.argv[2])) as stack:
     job = ray.data.range(6, override_num_blocks=6).map(use_gpu, num_gpus=1, num_cpus=0)
     rows = job.take_all()
     report = stack.refit(1, sys.argv[3])
+    # Another process of ours finds the stack by its name alone.
+    line = [sys.executable, "-m", "rollway.cli", "status", "shares", "--json"]
+    status = subprocess.run(line, stdout=subprocess.PIPE, check=True).stdout
     rollouts = stack.rollouts().generate(list(range(40, 100)), SHORT, n=4)
 wait_until(lambda: count_free() == 4, 30)  # the job's own GPU is reported free a moment later
 answer = {
+    "phases": [each["phase"] for each in json.loads(status)["stacks"]],
+    "places": len(list(pathlib.Path(os.environ["ROLLWAY_HOME"], "ray").iterdir())),
     "free": free, "rows": rows, "serving": report.serving, "left": list_left(),
     "versions": [rollout.weight_version for rollout in rollouts], "free again": count_free(),
 }
@@ -109,6 +114,7 @@ def test_a_stack_and_a_pipeline_share_a_cluster(
     spans = sorted((row["began"], row["ended"]) for row in answer["rows"])
     for (_, ended), (began, _) in itertools.pairwise(spans):
         assert ended <= began, "two tasks of the job had a GPU at the same time"
+    assert (answer["phases"], answer["places"]) == (["ready"], 0)
     assert answer["serving"] == 3 and answer["versions"] == [1] * 4
     assert answer["left"] == {} and answer["free again"] == 4
     assert footprint.settle() == {}

@@ -14,12 +14,13 @@ from rollway.errors import UsageError
 from rollway.stack import local
 from rollway.stack.progress import StackProgress
 from rollway.stack.ray import launcher
+from rollway.stack.ray.connection import find_address
 from rollway.stack.ray.dry_run import COLUMNS, plan_processes
 
 
 def get_address(options: argparse.Namespace) -> str | None:
-    """Return the address of `--on ray=ADDRESS`."""
-    return parse_launcher(options.on)[1] if options.on else None
+    """Return the address of `--on ray=ADDRESS`, or the one that `--on ray` means."""
+    return parse_launcher(options.on)[1] or find_address() if options.on else None
 
 
 def may_be_meant(options: argparse.Namespace) -> bool:

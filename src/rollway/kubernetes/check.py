@@ -60,6 +60,7 @@ def check_cluster(cluster: Cluster, manifests: Manifests) -> Iterator[Finding]:
         return
     served = list(_check_kinds(cluster, manifests))
     yield from served
+    yield from _check_multinode(cluster, manifests)
     yield from _check_permissions(cluster)
     yield from _check_quota(cluster, manifests)
     if all(finding.ok for finding in served):
@@ -103,6 +104,21 @@ def _check_kinds(cluster: Cluster, manifests: Manifests) -> Iterator[Finding]:
             command = INSTALL_COMMANDS.get(kind.group, "")
             text = refusal.message if refusal else "It is not installed."
             yield Finding(what, False, text, f"Install its operator: {command}")
+
+
+def _check_multinode(cluster: Cluster, manifests: Manifests) -> Iterator[Finding]:
+    """Ask for what runs workers over several nodes. Without it the operator makes no pods, and says
+    so in the status of the graph alone."""
+    specs = (graph["spec"] for graph in manifests.graphs.values())
+    parts = (p for s in specs for p in s.get("components") or s["services"].values())
+    if any(part.get("multinode") for part in parts):
+        groups = cluster.list_groups()
+        if "grove.io" in groups or groups >= {"leaderworkerset.x-k8s.io", "scheduling.volcano.sh"}:
+            yield Finding("multinode", True, "the cluster can run workers over several nodes")
+            return
+        text = "Workers over several nodes need Grove, or LeaderWorkerSet and Volcano."
+        fix = "Set `global.grove.install: true` in the values of deploy/helm, and apply them."
+        yield Finding("multinode", False, text, fix)
 
 
 def _check_permissions(cluster: Cluster) -> Iterator[Finding]:

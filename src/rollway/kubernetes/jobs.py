@@ -17,11 +17,9 @@ from rollway.kubernetes.infra import merge
 from rollway.kubernetes.names import Object, check_name, make_labels
 from rollway.kubernetes.pods import make_metadata
 from rollway.kubernetes.shapes import check_shapes
-from rollway.kubernetes.spec import TRAINING, EnvSecret, Infra
+from rollway.kubernetes.spec import TRAINING, Infra
 from rollway.plain import drop_null
 
-GRAPH_VARIABLE = "ROLLWAY_DGD_NAME"
-"""Names the only DynamoGraphDeployment of a run in the driver's environment."""
 _SELECTOR = "ray.io/cluster"
 
 
@@ -43,7 +41,7 @@ def make_rayjob(infra: Infra, names: dict[str, str], *, suspend: bool) -> Object
         "backoffLimit": launch.retries,
         "shutdownAfterJobFinishes": launch.shutdown and not cluster.existing,
     }
-    if env := make_runtime_env(infra, names):
+    if env := make_runtime_env(infra):
         spec["runtimeEnvYAML"] = yaml.safe_dump(env, sort_keys=False)
     if spec["shutdownAfterJobFinishes"]:
         spec["ttlSecondsAfterFinished"] = launch.ttl_seconds
@@ -52,7 +50,7 @@ def make_rayjob(infra: Infra, names: dict[str, str], *, suspend: bool) -> Object
     if cluster.existing:
         spec["clusterSelector"] = {_SELECTOR: cluster.existing}
     else:
-        spec["rayClusterSpec"] = _make_cluster_spec(infra, TRAINING, names)
+        spec["rayClusterSpec"] = _make_cluster_spec(infra, TRAINING)
     spec = merge(spec, launch.overrides)
     if suspend:
         reason = explain_no_suspend(infra)
@@ -78,11 +76,11 @@ def explain_no_suspend(infra: Infra) -> str | None:
     return None
 
 
-def make_raycluster(infra: Infra, role: str, names: dict[str, str] | None = None) -> Object:
+def make_raycluster(infra: Infra, role: str) -> Object:
     """Return the RayCluster in a role."""
     name = infra.name_cluster(role)
     check_name("RayCluster", name, f"kuberay.{role}.name")
-    spec = _make_cluster_spec(infra, role, names or {})
+    spec = _make_cluster_spec(infra, role)
     return _make_object(infra, "ray.io/v1", "RayCluster", name, f"kuberay.{role}", spec)
 
 
@@ -140,16 +138,10 @@ def make_entrypoint(infra: Infra, names: dict[str, str]) -> str:
     return f"cd {_quote(launch.code.path)} || exit 1\n{text}"
 
 
-def make_runtime_env(infra: Infra, names: dict[str, str]) -> Object:
+def make_runtime_env(infra: Infra) -> Object:
     """Return Ray's runtime environment of the driver: variables that are no secrets."""
     plain = {name: value for name, value in infra.launch.env.items() if isinstance(value, str)}
-    env = {**_name_only_graph(names), **plain}
-    return {"env_vars": env} if env else {}
-
-
-def _name_only_graph(names: dict[str, str]) -> dict[str, str]:
-    graphs = [name for key, name in names.items() if key.startswith("dynamo.")]
-    return {GRAPH_VARIABLE: graphs[0]} if len(graphs) == 1 else {}
+    return {"env_vars": plain} if plain else {}
 
 
 def _quote(path: str) -> str:
@@ -159,7 +151,7 @@ def _quote(path: str) -> str:
 # --- pods ----------------------------------------------------------------------------------------
 
 
-def _make_cluster_spec(infra: Infra, role: str, names: dict[str, str]) -> Object:
+def _make_cluster_spec(infra: Infra, role: str) -> Object:
     """Return a RayCluster's spec with what the infra file adds to its pods."""
     field = f"kuberay.{role}.spec"
     check_shapes(infra.kuberay[role].spec, field)
@@ -169,9 +161,7 @@ def _make_cluster_spec(infra: Infra, role: str, names: dict[str, str]) -> Object
     groups += [
         (f"workerGroupSpecs.{i}", g) for i, g in enumerate(spec.get("workerGroupSpecs") or [])
     ]
-    env: dict[str, str | EnvSecret] = {}
-    if role == TRAINING:
-        env = {**_name_only_graph(names), **infra.launch.env}
+    env = infra.launch.env if role == TRAINING else {}
     for position, group in groups:
         if not isinstance(group, dict) or not isinstance(group.get("template"), dict):
             raise SpecError(

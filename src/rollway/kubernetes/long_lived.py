@@ -107,7 +107,7 @@ class ClusterRun:
                 f"The driver {job_id} has ended as {known['status']}.",
                 "--recreate submits it again.",
             )
-        environment: dict[str, Any] = make_runtime_env(run.infra, run.manifests.names)
+        environment: dict[str, Any] = make_runtime_env(run.infra)
         if run.infra.launch.code.source == "upload":
             environment["working_dir"] = upload(dashboard, Path(run.infra.launch.code.path))
         entry_point = make_entrypoint(run.infra, run.manifests.names)

@@ -62,7 +62,7 @@ def render_all(infra: Infra, *, version: str = BETA) -> Manifests:
     own_roles = [role for role, spec in infra.kuberay.items() if not spec.existing]
     is_job = infra.launch.mode == "rayjob" and TRAINING in infra.kuberay and has_driver(infra)
     roles = [role for role in own_roles if not (is_job and role == TRAINING)]
-    clusters = {role: make_raycluster(infra, role, names) for role in roles}
+    clusters = {role: make_raycluster(infra, role) for role in roles}
     deployments = {key: make_deployment(infra, key) for key in infra.deployments}
     services = {key: make_service(infra, key) for key in infra.deployments}
     _check_names("RayCluster", "kuberay", clusters)

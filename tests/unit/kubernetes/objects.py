@@ -123,7 +123,7 @@ spec:
 
 _POD = {"spec": {"containers": [{"name": "ray"}]}}
 CLUSTER: dict[str, Any] = {
-    "rayVersion": "2.57.0",
+    "rayVersion": "2.60.0",
     "headGroupSpec": {"template": _POD},
     "workerGroupSpecs": [{"groupName": "gpu", "replicas": 2, "template": _POD}],
 }

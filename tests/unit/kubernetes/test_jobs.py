@@ -44,10 +44,10 @@ def test_a_run_is_a_rayjob_with_a_cluster_of_its_own(manifest: str) -> None:
     assert spec["submissionMode"] == "HTTPMode"
     assert spec["shutdownAfterJobFinishes"] is True
     assert "suspend" not in spec
-    assert yaml.safe_load(spec["runtimeEnvYAML"]) == {"env_vars": {"ROLLWAY_DGD_NAME": "policy"}}
+    assert "runtimeEnvYAML" not in spec
     for container in get_containers(spec["rayClusterSpec"]):
         assert container["image"] == IMAGE
-        assert read_env(container) == {"ROLLWAY_DGD_NAME": "policy"}
+        assert read_env(container) == {}
     assert not rendered.clusters
     assert rendered.names == {"dynamo.policy": "policy"}
 

@@ -254,7 +254,7 @@ def test_a_stack_in_an_infra_file_is_named_after_the_run() -> None:
         assert not rendered.warnings
     container = rendered.jobs["training"]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
     env = {entry["name"] for entry in container["spec"]["containers"][0]["env"]}
-    assert env == {"ROLLWAY_DGD_NAME", "ROLLWAY_WEIGHTS_SECRET"}
+    assert env == {"ROLLWAY_WEIGHTS_SECRET"}
 
 
 def test_a_stack_file_is_rendered_without_an_infra_file(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def open_stack(name: str) -> Source:
 def _bring_nodes_together(name: str) -> Iterator[None]:
     """Have the record of all nodes of a stack on Ray in its directory here."""
     is_local = "/" not in name and StackDir(name).read() is not None
-    running = None if is_local or not launcher.may_reach_cluster() else launcher.find(name)
+    running = None if is_local else launcher.find(name)
     directory = None if running is None else find_record_dir(running.state)
     if running is None or directory is None:
         yield
@@ -113,7 +113,7 @@ def find_state(name: str) -> StackState | None:
     """Return the state of a stack by its name, or by NAMESPACE/NAME on a Ray cluster; None if there
     is none."""
     state = None if "/" in name else StackDir(name).read()
-    if state is None and launcher.may_reach_cluster():
+    if state is None:
         with contextlib.suppress(RollwayError):
             state = find_on_ray(name)
     return state

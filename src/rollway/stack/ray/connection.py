@@ -2,6 +2,11 @@
 
 Rollway never owns the user's connection: it uses the one there is, and closes only a connection
 that it opened. It finds out first whether there is a cluster: Ray itself would try for minutes.
+
+Ray unpickles what an actor answers, so a cluster runs code in every process that asks it something.
+Rollway therefore dials only a cluster that the user names (an address, RAY_ADDRESS), or one that
+runs as this user. It never lets Ray search (`address="auto"`): Ray trusts a file in /tmp that any
+user can write, and processes of all users.
 """
 
 from __future__ import annotations
@@ -14,11 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rollway import processes
 from rollway.errors import UsageError
 
 INSTALL = "Install it with `pip install 'rollway[ray]'`."
-_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-"""Where Ray writes the address of the cluster that was last started on this machine."""
 _REACH_SECONDS = 2.0
 _CONNECT_SECONDS = 5.0
 _lock = threading.Lock()
@@ -56,23 +60,18 @@ def _import_ray() -> Any:
 
 
 def _open(ray: Any, address: str | None) -> None:
-    address = address or get_environment_address()
+    address = find_address() if address in (None, "auto") else str(address)
     _check_reachable(address)
     try:
         # A namespace of its own: all lookups name the one they mean.
         ray.init(
-            address=address or "auto",
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level="ERROR",
+            address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR"
         )
-    except ConnectionError:
-        if _is_host_and_port(address):  # something listens there
-            raise UsageError(
-                f"The Ray cluster at {address} does not accept this process.",
-                "If it uses tokens, set RAY_AUTH_MODE=token here, and give the cluster's token.",
-            ) from None
-        raise _make_absent_error(address) from None
+    except ConnectionError:  # but something listens there
+        raise UsageError(
+            f"The Ray cluster at {address} does not accept this process.",
+            "If it uses tokens, set RAY_AUTH_MODE=token here, and give the cluster's token.",
+        ) from None
     except RuntimeError as error:
         if "ersion mismatch" not in str(error):
             raise
@@ -82,12 +81,38 @@ def _open(ray: Any, address: str | None) -> None:
         ) from None
 
 
-def has_local_cluster() -> bool:
-    """Return whether a cluster runs where Ray's file says so: a killed one leaves the file."""
-    try:
-        return _listens(_CURRENT_CLUSTER.read_text().strip())
-    except OSError:
-        return False
+def find_address() -> str:
+    """Return the cluster of a user who gives no address: RAY_ADDRESS, or the only one of theirs
+    that this machine is in."""
+    if named := get_environment_address():
+        return named
+    own = list_own_clusters()
+    if len(own) == 1:
+        return own[0]
+    cause = "There is no Ray cluster of yours on this machine, and RAY_ADDRESS is not set."
+    raise UsageError(
+        f"This machine is in several Ray clusters of yours: {', '.join(own)}." if own else cause,
+        "Give the address, --on ray=HOST:PORT, or start a cluster with `ray start --head`.",
+    )
+
+
+def list_own_clusters() -> list[str]:
+    """Return the addresses of the clusters that raylets of this user on this machine belong to."""
+    flag = "--gcs-address="
+    arguments = (argument for line in processes.list_own_commands("raylet") for argument in line)
+    addresses = {each.removeprefix(flag) for each in arguments if each.startswith(flag)}
+    return sorted(filter(_is_own_port, addresses))
+
+
+def _is_own_port(address: str) -> bool:
+    """Return whether something listens at the address, and no other user if that is here: a raylet
+    outlives its GCS for a minute, and anybody may take the port."""
+    host, _, port = address.rpartition(":")
+    if not any(map(_is_own_host, _resolve(host))):
+        return _listens(address)
+    rows = [line.split() for table in Path("/proc/net").glob("tcp*") for line in table.open()]
+    listening = (row for row in rows if row[3] == "0A" and row[1].endswith(f":{int(port):04X}"))
+    return {int(row[7]) for row in listening} == {os.getuid()}
 
 
 def _listens(address: str) -> bool:
@@ -100,8 +125,9 @@ def _listens(address: str) -> bool:
 
 
 def get_environment_address() -> str | None:
-    """Return the address that RAY_ADDRESS names, which Ray uses where it is given none."""
-    return os.environ.get("RAY_ADDRESS") or None
+    """Return the address that RAY_ADDRESS names; `auto` names none."""
+    address = os.environ.get("RAY_ADDRESS")
+    return None if address == "auto" else address or None
 
 
 def _is_node() -> bool:
@@ -114,36 +140,8 @@ def _is_node() -> bool:
     return bool(find_node_ids())
 
 
-def _list_process_addresses() -> set[str]:
-    """Return the addresses of clusters whose processes this machine shows, as Ray finds them."""
-    try:
-        from ray._private.services import find_gcs_addresses
-    except ImportError:
-        return set()
-    return set(find_gcs_addresses())
-
-
-def _make_absent_error(address: str | None) -> UsageError:
-    where = f"at {address}" if address else "on this machine, and RAY_ADDRESS is not set"
-    return UsageError(
-        f"There is no Ray cluster {where}.",
-        "Start one with `ray start --head`, or give its address: --on ray=HOST:PORT.",
-    )
-
-
-def _check_reachable(address: str | None) -> None:
+def _check_reachable(address: str) -> None:
     """Raise unless something listens at the address; Ray itself would try for minutes."""
-    if address in (None, "auto"):
-        if _CURRENT_CLUSTER.is_file():
-            is_there = has_local_cluster()
-        else:
-            # Ray looks for processes. Those of a container are seen, but not reached; if there are
-            # none, Ray fails at once.
-            seen = _list_process_addresses()
-            is_there = not seen or any(map(_listens, seen))
-        if not is_there:
-            raise _make_absent_error(None)
-        return
     if not _is_host_and_port(address):
         # Ray would try `ray://` for half a minute, and start a cluster of its own for `local`.
         raise UsageError(
@@ -151,7 +149,7 @@ def _check_reachable(address: str | None) -> None:
             "Give the HOST:PORT that `ray start --head` printed, by --on ray=HOST:PORT or "
             "RAY_ADDRESS.",
         )
-    host, _, port = (address or "").rpartition(":")
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except OSError as error:
@@ -167,8 +165,8 @@ def _check_reachable(address: str | None) -> None:
         )
 
 
-def _is_host_and_port(address: str | None) -> bool:
-    host, _, port = (address or "").rpartition(":")
+def _is_host_and_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
     return "://" not in host and bool(host) and port.isdecimal()
 
 
@@ -182,14 +180,14 @@ def _check_connection(ray: Any, address: str | None) -> None:
     if address in (None, "auto"):
         return
     current = ray.get_runtime_context().gcs_address
-    if not _is_same_address(str(address), current):
+    if not is_same_address(str(address), current):
         raise UsageError(
             f"This process is connected to the Ray cluster at {current}, not to {address}.",
             "Leave the address out, or disconnect first: `ray.shutdown()`.",
         )
 
 
-def _is_same_address(first: str, second: str) -> bool:
+def is_same_address(first: str, second: str) -> bool:
     """Return whether both are one port of one machine. Ray names a cluster by its node's address,
     Curator's client by what the host's name stands for, often 127.0.0.1."""
     if first == second:

@@ -16,9 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
+from rollway import private
 from rollway.config import StackSpec, is_loopback
 from rollway.errors import (
     SpecError,
@@ -32,14 +37,16 @@ from rollway.stack.ray import cluster
 from rollway.stack.ray.access import RayAccess, make_gone_error
 from rollway.stack.ray.connection import (
     connect,
+    find_address,
     get_address,
     get_environment_address,
-    has_local_cluster,
+    is_same_address,
+    list_own_clusters,
 )
 from rollway.stack.ray.node_check import check_runtime_envs, get_python, make_import_error
 from rollway.stack.ray.placement import NodeInfo, Placement, check_ranks, plan_placement
 from rollway.stack.ray.witness import create_witness
-from rollway.stack.state import StackState
+from rollway.stack.state import StackState, home, make_home
 
 Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.3
@@ -100,6 +107,7 @@ def start(
         witness, access = create_witness(), None
         try:
             head = _create_head(spec, placement, witness)
+            _Place(get_address(), spec.ray.namespace, spec.name).write()
             access = RayAccess(head, spec.name, spec.ray.namespace, witness)
             state = _wait_until_ready(access, progress)
         except BaseException:
@@ -221,13 +229,60 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
 # --- find and stop -------------------------------------------------------------------------------
 
 
-def may_reach_cluster() -> bool:
-    """Return whether this process may reach a Ray cluster without an address from the user."""
+class _Place(msgspec.Struct):
+    """Where a stack of this user runs. A private file says so until the stack is stopped."""
+
+    address: str
+    namespace: str
+    name: str
+
+    def write(self) -> None:
+        # Without it, the stack is found by the address of its cluster.
+        with contextlib.suppress(OSError, StartError):
+            private.make_directory(make_home() / "ray")
+            file = _get_place_file(self.namespace, self.name)
+            private.replace_file(file, msgspec.json.encode(self))
+
+
+def _get_place_file(namespace: str, name: str) -> Path:
+    # A namespace may have any letters, and any length.
+    return home() / "ray" / f"{sha256(f'{namespace}/{name}'.encode()).hexdigest()}.json"
+
+
+def _list_places() -> list[_Place]:
+    places = []
+    for path in (home() / "ray").glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+            places.append(msgspec.json.decode(private.read_file(path, 1 << 16), type=_Place))
+    return places
+
+
+def _choose_clusters(address: str | None, target: str = "") -> list[str | None]:
+    """Return the clusters to ask about a stack: the one that the user has named or connected this
+    process to; without, those of this user where, by their places, such stacks run. None stands for
+    the first."""
+    if importlib.util.find_spec("ray") is None:
+        return []
     ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        return True
-    has_address = bool(get_environment_address()) or has_local_cluster()
-    return has_address and importlib.util.find_spec("ray") is not None
+    if address or get_environment_address() or (ray is not None and ray.is_initialized()):
+        return [address]
+    namespace, _, name = target.rpartition("/")
+    places = [
+        place.address
+        for place in _list_places()
+        if name in ("", place.name) and namespace in ("", place.namespace)
+    ]
+    # The port of a cluster that has ended may be another user's by now.
+    own = list_own_clusters() if places else []
+    known: list[str | None] = [
+        cluster for cluster in own if any(is_same_address(cluster, place) for place in places)
+    ]
+    return known or ([find_address()] if namespace else [])  # NAMESPACE/NAME is on Ray alone
+
+
+def may_reach_cluster() -> bool:
+    """Return whether there is a Ray cluster to ask without an address from the user."""
+    return bool(_choose_clusters(None))
 
 
 def resolve_name(name: str | None) -> str:
@@ -237,9 +292,7 @@ def resolve_name(name: str | None) -> str:
     try:
         return local.resolve_name(None)
     except StackNotRunning:
-        if not may_reach_cluster():
-            raise
-    return resolve_on_cluster()
+        return resolve_on_cluster()
 
 
 def resolve_on_cluster(address: str | None = None) -> str:
@@ -255,18 +308,17 @@ def resolve_on_cluster(address: str | None = None) -> str:
 def find(target: str, address: str | None = None) -> RayStack | None:
     """Return a running stack by NAME or NAMESPACE/NAME; None if there is none."""
     namespace, _, name = target.rpartition("/")
-    with ExitStack() as connection:
-        connection.enter_context(connect(address))
-        head = cluster.find_head(name, namespace or None)
-        if head is None:
-            return None
-        # With its own namespace: None would match stacks of other namespaces later.
-        access = RayAccess(head, name, _find_namespace(name, namespace))
-        try:
-            state = access.read_state()
-        except StackNotRunning:
-            return None
-        return RayStack(access, state, connection.pop_all())
+    for place in _choose_clusters(address, target):
+        with ExitStack() as connection:
+            connection.enter_context(connect(place))
+            head = cluster.find_head(name, namespace or None)
+            if head is None:
+                continue
+            # With its own namespace: None would match stacks of other namespaces later.
+            access = RayAccess(head, name, _find_namespace(name, namespace))
+            with contextlib.suppress(StackNotRunning):
+                return RayStack(access, access.read_state(), connection.pop_all())
+    return None
 
 
 def _find_namespace(name: str, namespace: str) -> str:
@@ -277,19 +329,23 @@ def _find_namespace(name: str, namespace: str) -> str:
 def list_stacks(address: str | None = None) -> list[StackState]:
     """Return the states of all stacks of the cluster."""
     states = []
-    with connect(address):
-        for namespace, name in cluster.list_heads():
-            head = cluster.find_head(name, namespace)
-            with contextlib.suppress(StackNotRunning):
-                if head is not None:
-                    states.append(RayAccess(head, name, namespace).read_state())
+    for place in _choose_clusters(address):
+        with connect(place):
+            for namespace, name in cluster.list_heads():
+                head = cluster.find_head(name, namespace)
+                with contextlib.suppress(StackNotRunning):
+                    if head is not None:
+                        states.append(RayAccess(head, name, namespace).read_state())
     return states
 
 
 def clear_leftovers(address: str | None = None) -> list[str]:
     """Remove what dead runs have left in the cluster; return the names of their groups."""
-    with connect(address):
-        return cluster.clear_leftovers()
+    groups = []
+    for place in _choose_clusters(address):
+        with connect(place):
+            groups += cluster.clear_leftovers()
+    return groups
 
 
 def follow_log(stack: RayStack, process: str, lines: int) -> Iterator[str]:
@@ -308,6 +364,7 @@ def follow_log(stack: RayStack, process: str, lines: int) -> Iterator[str]:
 def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> None:
     import ray
 
+    _get_place_file(access.namespace, access.name).unlink(missing_ok=True)
     freed: list[str] = []
     try:
         head = access.head

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from rollway import processes
 from rollway.errors import UsageError
 from rollway.stack.ray import cluster, connection, launcher
 
@@ -21,8 +22,9 @@ class Connection:
         self.is_open = is_open
         self.opened: list[str] = []
         self.closed = 0
-        monkeypatch.setattr(connection, "_CURRENT_CLUSTER", Path("/no-cluster"))
-        monkeypatch.setattr(connection, "_list_process_addresses", set)
+        self.own: list[list[str]] = []
+        """The command lines of raylets that run as this user."""
+        monkeypatch.setattr(processes, "list_own_commands", lambda _: self.own)
         monkeypatch.setattr(connection, "_is_node", lambda: True)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         monkeypatch.setattr(ray, "is_initialized", lambda: self.is_open)
@@ -52,25 +54,39 @@ def test_a_users_connection_is_used_and_never_closed(monkeypatch: pytest.MonkeyP
 def test_an_own_connection_is_closed_by_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Connection(monkeypatch, is_open=False)
     first, second = connection.connect(), connection.connect()
-    first.__enter__()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        fake.own = [["raylet", f"--gcs-address={address}", "--node-id=0"]]
+        first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert (fake.opened, fake.closed) == (["auto"], 0)
+    assert (fake.opened, fake.closed) == ([address], 0)
     second.__exit__(None, None, None)
     assert fake.closed == 1
 
 
-def test_processes_of_a_cluster_that_cannot_be_reached_are_none(
+def test_an_address_is_asked_for_unless_one_cluster_is_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of a container, for example: Ray would try for minutes."""
+    """Those of a container, for example, are seen but not reached: Ray would try for minutes."""
     fake = Connection(monkeypatch, is_open=False)
-    with socket.socket() as unused:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # names none
+    with (
+        socket.socket() as unused,
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+    ):
         unused.bind(("127.0.0.1", 0))  # and nobody listens
-        port = unused.getsockname()[1]
-        monkeypatch.setattr(connection, "_list_process_addresses", lambda: {f"127.0.0.1:{port}"})
-        with pytest.raises(UsageError, match="no Ray cluster on this machine"):
-            connection.connect().__enter__()
+        ports = [each.getsockname()[1] for each in (unused, one, two)]
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        lines = [["raylet", f"--gcs-address={address}"] for address in addresses]
+        for own, cause in ((lines[:1], "no Ray cluster of yours"), (lines, "in several")):
+            fake.own = own
+            with pytest.raises(UsageError, match=cause) as failure:
+                connection.connect().__enter__()
+            assert "--on ray=HOST:PORT" in failure.value.hint
+        fake.own = [*lines[:2], lines[1]]
+        assert connection.find_address() == addresses[1]
     assert fake.opened == []
 
 
@@ -161,22 +177,30 @@ def test_only_groups_of_runs_without_any_actor_are_leftovers(
     assert cluster.clear_leftovers() == removed == []
 
 
-def test_the_file_of_a_killed_cluster_is_no_cluster(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_stacks_are_found_where_they_were_started(
+    monkeypatch: pytest.MonkeyPatch, own_home: Path
 ) -> None:
-    """Otherwise every command about stacks of this machine would wait for that cluster."""
+    """By the file of the start, as long as the cluster there is ours: a local stack's command dials
+    nobody, and the port of a cluster that has ended may be another user's."""
     fake = Connection(monkeypatch, is_open=False)
-    file = tmp_path / "ray_current_cluster"
-    monkeypatch.setattr(connection, "_CURRENT_CLUSTER", file)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert not launcher.may_reach_cluster()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        file.write_text(f"127.0.0.1:{server.getsockname()[1]}\n")
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        fake.own = [["raylet", f"--gcs-address={address}"]]
+        assert not launcher.may_reach_cluster()  # nothing was started there
+        launcher._Place(address, "a/b", "policy").write()
+        (file,) = (own_home / "ray").iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
         assert launcher.may_reach_cluster()
-    assert not launcher.may_reach_cluster()
-    with pytest.raises(UsageError, match="no Ray cluster on this machine"), connection.connect():
-        pass
-    assert fake.opened == []  # Ray would try for minutes
+        assert launcher._choose_clusters(None, "policy") == [address]
+        assert launcher._choose_clusters(None, "a/b/policy") == [address]
+        assert launcher._choose_clusters(None, "other") == []
+        fake.own = []
+        assert not launcher.may_reach_cluster()
+        with pytest.raises(UsageError, match="no Ray cluster of yours"):
+            launcher.find("a/b/policy")  # it can be on Ray alone
+        file.write_text("{")
+        assert not launcher.may_reach_cluster()
+    assert fake.opened == []
 
 
 def test_a_cluster_that_refuses_this_process_is_not_called_absent(
