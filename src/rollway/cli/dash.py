@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import importlib.util
 import os
 import secrets
 import signal
 import sys
+import tempfile
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rollway.observe.dash.access import TOKEN, Access
 from rollway.observe.dash.screen import make_screen, print_screen
 from rollway.observe.dash.server import Dashboard, serve
 from rollway.observe.dash.source import Source, Watch
+from rollway.stack.state import make_home
 
 
 def dash(options: argparse.Namespace) -> int:
@@ -126,7 +128,18 @@ async def _serve(source: Source, access: Access, options: argparse.Namespace) ->
             print_json({"url": url, "shows": source.label})
         else:
             print(f"{source.label}: {url}  (Ctrl-C ends)", flush=True)
-        if options.open and not options.json and sys.stdout.isatty():
-            with contextlib.suppress(webbrowser.Error):
-                await asyncio.to_thread(webbrowser.open, url)
-        await stop_requested.wait()
+        is_opened = options.open and not options.json and sys.stdout.isatty()
+        async with _open_browser(url) if is_opened else nullcontext():
+            await stop_requested.wait()
+
+
+@asynccontextmanager
+async def _open_browser(url: str) -> AsyncIterator[None]:
+    """Open an address in the user's browser. It goes there by a file that only this user can read:
+    all users can read the arguments of a browser, and the address may have the token."""
+    with tempfile.NamedTemporaryFile("w", suffix=".html", dir=make_home()) as file:
+        file.write(f'<meta http-equiv="refresh" content="0; url={url}">\n')
+        file.flush()
+        with suppress(webbrowser.Error):
+            await asyncio.to_thread(webbrowser.open, Path(file.name).as_uri())
+        yield

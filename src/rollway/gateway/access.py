@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -201,6 +202,11 @@ def key_name(key: str) -> str:
 def scope_of(token: bytes) -> str:
     """Return the prefix of all session names of a token; a restart does not change it."""
     return hashlib.sha256(b"rollway gateway scope\0" + token).hexdigest()[:12]
+
+
+def has_scope(name: str) -> bool:
+    """Return whether a session was recorded for a token, to judge by its full name."""
+    return re.match("[0-9a-f]{12}/", name) is not None
 
 
 @lru_cache(maxsize=64)

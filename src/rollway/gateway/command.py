@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import logging
 import signal
 import ssl
 import sys
@@ -16,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 import rollway
 from rollway.aio import Stack
 from rollway.errors import UsageError
 from rollway.gateway.access import Access
-from rollway.gateway.connections import raise_file_limit
+from rollway.gateway.connections import Listener, raise_file_limit
 from rollway.gateway.history import record_counts
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway
@@ -32,13 +29,7 @@ from rollway.rollout.wire import COMPLETIONS
 from rollway.stack.ray import launcher
 from rollway.stack.state import make_home
 
-_BACKLOG = 4096
 _UNBOUNDED = 1_000_000  # the number of connections bounds it
-_HANDSHAKE_SECONDS = 5.0
-# aiohttp logs malformed requests with their raw text: keys would be in the log, and strangers could
-# fill it. The gateway itself logs what fails in a handler.
-_NO_LOG = logging.getLogger("rollway.gateway.http")
-_NO_LOG.setLevel(logging.CRITICAL + 1)
 
 
 @dataclass(slots=True)
@@ -200,56 +191,14 @@ async def serve_until_signal(
         print("stopping", file=sys.stderr)
 
 
-class Listener:
-    """A gateway that listens on a port."""
-
-    def __init__(
-        self, runner: web.AppRunner, server: asyncio.Server, watch: asyncio.Task[None]
-    ) -> None:
-        self._runner, self._server, self._watch = runner, server, watch
-        self.port = int(server.sockets[0].getsockname()[1])
-
-    async def close(self) -> None:
-        """Stop accepting connections, and give running requests 5 s to end."""
-        self._server.close()
-        self._watch.cancel()
-        await self._runner.cleanup()
-
-
 async def listen(
     gateway: Gateway, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> Listener:
     """Start serving a gateway, with bounds on its connections."""
-    # handler_cancellation: when a client disconnects, its request must end on the worker too.
-    runner = web.AppRunner(
-        gateway.app(),
-        access_log=None,
-        logger=_NO_LOG,
-        shutdown_timeout=5.0,
-        handler_cancellation=True,
-        # The gateway refuses compressed bodies; aiohttp would unpack them anyway.
-        auto_decompress=False,
-        lingering_time=2.0,
-    )
-    await runner.setup()
-    assert runner.server is not None
-    connections = gateway.connections
-    connections.attach(runner.server, handshake_seconds=_HANDSHAKE_SECONDS if tls else 0.0)
     try:
-        server = await asyncio.get_running_loop().create_server(
-            connections.accept,
-            host,
-            port,
-            ssl=tls,
-            ssl_handshake_timeout=_HANDSHAKE_SECONDS if tls else None,
-            # The event loop accepts this many connections in one step. With more, it would exceed
-            # the limit before `connections` can close any.
-            backlog=min(_BACKLOG, max(1, connections.limit // 4)),
-        )
+        return await gateway.connections.listen(gateway.app(), host, port, tls)
     except OSError as error:
-        await runner.cleanup()
         raise UsageError(
             f"The gateway cannot listen on {host}, port {port}: {error.strerror}.",
             "Choose another with --host and --port.",
         ) from error
-    return Listener(runner, server, asyncio.create_task(connections.watch()))

@@ -8,21 +8,46 @@ are closed. A connection whose request is being answered is never closed for ano
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
+import ssl
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 HEADER_SECONDS = 20.0
 """The time from the connection to the end of the first request's headers."""
 BODY_SECONDS = 120.0
 IDLE_SECONDS = 75.0
 """The time between two requests; longer than clients keep a connection, so they close it first."""
+_HANDSHAKE_SECONDS = 5.0
+_BACKLOG = 4096
 _FEW_FILES = 4096  # with a lower limit, the gateway warns
 _RESERVED_FILES = 64
 """Descriptors for the journal, the listener and the interpreter."""
+# aiohttp logs malformed requests with their raw text: keys would be in the log, and strangers could
+# fill it. Servers themselves log what fails in a handler.
+_NO_LOG = logging.getLogger("rollway.gateway.http")
+_NO_LOG.setLevel(logging.CRITICAL + 1)
+
+
+class Listener:
+    """A server that listens on a port."""
+
+    def __init__(
+        self, runner: web.AppRunner, server: asyncio.Server, watch: asyncio.Task[None]
+    ) -> None:
+        self._runner, self._server, self._watch = runner, server, watch
+        self.port = int(server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop accepting connections, and give running requests 5 s to end."""
+        self._server.close()
+        self._watch.cancel()
+        await self._runner.cleanup()
 
 
 class Connections:
@@ -51,6 +76,51 @@ class Connections:
         self._handshake_seconds = 0.0
         self._open = 0
         """An upper bound: the connections at the last update, plus those accepted since."""
+
+    async def listen(
+        self, app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
+    ) -> Listener:
+        """Serve an application within these bounds; raise OSError if nothing can listen there.
+
+        The application marks its requests: by `follow`, or itself."""
+        # handler_cancellation: when a client disconnects, its request must end on the worker too.
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=_NO_LOG,
+            shutdown_timeout=5.0,
+            handler_cancellation=True,
+            # The gateway refuses compressed bodies; aiohttp would unpack them anyway.
+            auto_decompress=False,
+            lingering_time=2.0,
+        )
+        await runner.setup()
+        assert runner.server is not None
+        self.attach(runner.server, handshake_seconds=_HANDSHAKE_SECONDS if tls else 0.0)
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                self.accept,
+                host,
+                port,
+                ssl=tls,
+                ssl_handshake_timeout=_HANDSHAKE_SECONDS if tls else None,
+                # The event loop accepts this many connections in one step. With more, it would
+                # exceed the limit before any can be closed.
+                backlog=min(_BACKLOG, max(1, self.limit // 4)),
+            )
+        except OSError:
+            await runner.cleanup()
+            raise
+        return Listener(runner, server, asyncio.create_task(self.watch()))
+
+    @web.middleware
+    async def follow(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Mark the requests of a server whose requests have no body."""
+        self.mark_answering(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            self.mark_idle(request.protocol)
 
     def attach(self, server: web.Server, *, handshake_seconds: float = 0.0) -> None:
         """Start watching a server's connections; with TLS, also those in their handshake."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from rollway.config import is_loopback
 from rollway.errors import UsageError
+from rollway.gateway.access import is_loopback_host
 
 TOKEN = "ROLLWAY_DASH_TOKEN"
 POLICY = "; ".join(
@@ -63,7 +63,7 @@ class Access:
 
     def admits(self, request: web.Request) -> bool:
         if not self.token:
-            return _names_loopback(request.headers.get("Host", ""))
+            return is_loopback_host(request.headers.get("Host", ""))
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._matches(bearer):
             return True
@@ -71,10 +71,13 @@ class Access:
 
     def trade(self, request: web.Request) -> web.StreamResponse | None:
         """Return the answer to an address with the token: a cookie, and the address without it, so
-        that it does not stay in the history of the browser."""
+        that it does not stay in the history of the browser.
+
+        It is a page that leads on: after a redirect, a browser that comes from a file would not
+        send a strict cookie."""
         if not self.token or not self._matches(request.query.get("token", "")):
             return None
-        response = web.Response(status=302, headers={"Location": "/"})
+        response = web.Response(headers={"Refresh": "0; url=/"})
         response.set_cookie(
             get_cookie_name(request), self.token, httponly=True, samesite="Strict", path="/"
         )
@@ -86,29 +89,22 @@ class Access:
         return hmac.compare_digest(text.encode(errors="replace"), self.token.encode())
 
 
-def _names_loopback(header: str) -> bool:
-    if not {"/", "#", "?", "@"}.isdisjoint(header):
-        return False
-    try:
-        return is_loopback(urlsplit(f"//{header}").hostname or "")
-    except ValueError:
-        return False
-
-
 def get_cookie_name(request: web.Request) -> str:
     """Return a name for this port: browsers send cookies to all ports of a host."""
     name = request.transport.get_extra_info("sockname") if request.transport else None
     return f"rollway_dash_{name[1]}" if isinstance(name, tuple) else "rollway_dash"
 
 
-def make_guard(access: Access) -> Middleware:
-    """Return the middleware that admits requests."""
+def make_app(access: Access) -> web.Application:
+    """Return an application without routes, which answers only requests that are admitted."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await _admit(access, request, handler)
 
-    return guard
+    app = web.Application(middlewares=[guard])
+    app.on_response_prepare.append(add_headers)
+    return app
 
 
 async def _admit(access: Access, request: web.Request, handler: Handler) -> web.StreamResponse:

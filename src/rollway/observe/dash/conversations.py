@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.gateway import entries
+from rollway.gateway.access import has_scope
 from rollway.gateway.turns import Forgotten, Turn
 from rollway.observe.dash.fields import get_text
 
@@ -38,10 +39,14 @@ class _Session:
 
 
 class Conversations:
-    """Reads one journal. All calls may block; one thread at a time reads."""
+    """Reads one journal. All calls may block; one thread at a time reads.
 
-    def __init__(self, path: Path) -> None:
+    A gateway shows the sessions of a token to nobody without one: they are left out unless
+    `shows_all`."""
+
+    def __init__(self, path: Path, *, shows_all: bool = True) -> None:
         self.path = path
+        self._shows_all = shows_all
         self._lock = threading.Lock()
         self._reset()
 
@@ -50,6 +55,7 @@ class Conversations:
         self._place = 0
         self._sessions: dict[str, _Session] = {}
         self._count = 0
+        self.has_hidden = False
 
     def list_sessions(self) -> dict[str, Any]:
         """List the newest sessions, the one with the newest turn first."""
@@ -127,6 +133,8 @@ class Conversations:
             return
         if isinstance(entry, Forgotten):
             self._sessions.pop(entry.session, None)
+        elif isinstance(entry, Turn) and has_scope(entry.session) and not self._shows_all:
+            self.has_hidden = True
         elif isinstance(entry, Turn):
             session = self._sessions.pop(entry.session, None)
             if session is None:

@@ -31,7 +31,8 @@ import msgspec
 from aiohttp import web
 
 from rollway.errors import PortInUse, UsageError
-from rollway.observe.dash.access import Access, add_headers, make_guard, refuse
+from rollway.gateway.connections import Connections
+from rollway.observe.dash.access import Access, make_app, refuse
 from rollway.observe.dash.conversations import Conversations
 from rollway.observe.dash.source import History, Source, Watch
 from rollway.observe.dash.view import View
@@ -60,12 +61,15 @@ class Dashboard:
         self.source = source
         self.watch = Watch(source)
         self._access = access or Access()
-        self._conversations = None if source.journal is None else Conversations(source.journal)
+        # Without a token, every user of the machine can see the page.
+        shows_all, journal = bool(self._access.token), source.journal
+        self._conversations = Conversations(journal, shows_all=shows_all) if journal else None
         self._history: History | None = None
         self._history_lock = asyncio.Lock()
         self._past: tuple[float, View] | None = None
         self._changed = asyncio.Event()
-        self._streams = 0
+        self._streams: list[asyncio.Task[Any]] = []
+        """What sends to each open page, the oldest first."""
         self._is_closing = False
         self._files = load_static()
 
@@ -74,8 +78,7 @@ class Dashboard:
         return self.watch.view
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[make_guard(self._access)])
-        app.on_response_prepare.append(add_headers)
+        app = make_app(self._access)
         app.router.add_get("/", self._send_index)
         app.router.add_get("/static/{name}", self._send_static)
         app.router.add_get("/api/model", self._send_model)
@@ -185,7 +188,8 @@ class Dashboard:
         if self._conversations is None:
             return _make_json({"is_known": False, "sessions": [], "left_out": 0})
         sessions = await asyncio.to_thread(self._conversations.list_sessions)
-        return _make_json({"is_known": True, **sessions})
+        hidden = self._conversations.has_hidden
+        return _make_json({"is_known": True, "has_hidden": hidden, **sessions})
 
     async def _send_session(self, request: web.Request) -> web.Response:
         name, session = request.query.get("name", ""), None
@@ -256,9 +260,12 @@ class Dashboard:
 
     @asynccontextmanager
     async def _open_stream(self, request: web.Request) -> AsyncIterator[_Stream]:
-        if self._streams >= _MOST_STREAMS:
-            raise web.HTTPServiceUnavailable(reason=f"{_MOST_STREAMS} pages are open already.")
-        self._streams += 1
+        if len(self._streams) >= _MOST_STREAMS:
+            # Whoever holds them all shuts nobody out; a browser that still looks comes again.
+            self._streams.pop(0).cancel()
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.append(task)
         stream = _Stream(request)
         try:
             await stream.response.prepare(request)
@@ -266,7 +273,8 @@ class Dashboard:
             with contextlib.suppress(ConnectionError):
                 yield stream
         finally:
-            self._streams -= 1
+            if task in self._streams:
+                self._streams.remove(task)
 
     async def _close(self, _: web.Application) -> None:
         self._is_closing = True
@@ -412,22 +420,21 @@ async def serve(dashboard: Dashboard, access: Access, host: str, port: int) -> A
 @asynccontextmanager
 async def listen(app: web.Application, host: str, port: int, rival: str) -> AsyncIterator[int]:
     """Serve an application, and yield its port; `rival` is what may have taken the port."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
-    await runner.setup()
+    connections = Connections()
+    app.middlewares.insert(0, connections.follow)
     try:
-        site = web.TCPSite(runner, host, port, reuse_address=True)
-        try:
-            await site.start()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise PortInUse(
-                    f"Port {port} of {host} is taken, perhaps by {rival}.",
-                    "Choose another with --port, or --port 0 for a free one.",
-                ) from error
-            raise UsageError(
-                f"Nothing can listen on {host} here: {error.strerror or error}.",
-                "Give --host an address of this machine.",
+        listener = await connections.listen(app, host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Port {port} of {host} is taken, perhaps by {rival}.",
+                "Choose another with --port, or --port 0 for a free one.",
             ) from error
-        yield int(runner.addresses[0][1])
+        raise UsageError(
+            f"Nothing can listen on {host} here: {error.strerror or error}.",
+            "Give --host an address of this machine.",
+        ) from error
+    try:
+        yield listener.port
     finally:
-        await runner.cleanup()
+        await listener.close()

@@ -23,14 +23,14 @@ import rollway
 from rollway.errors import RollwayError, StackNotRunning, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.model_spec import slug
-from rollway.observe.dash.access import Access, add_headers, make_guard
+from rollway.observe.dash.access import Access, make_app
 from rollway.observe.dash.open_run import find_on_ray, find_state
 from rollway.observe.dash.server import listen
 from rollway.observe.dash.source import Source
 from rollway.observe.export import prometheus
 from rollway.observe.export.prometheus import PAGES, TARGETS
 from rollway.observe.series import Series
-from rollway.observe.sinks.prometheus import keep_newest_versions, render_page
+from rollway.observe.sinks.prometheus import PAGE_TYPE, keep_newest_versions, render_page
 from rollway.stack import local, targets
 from rollway.stack.commands import WILDCARDS
 from rollway.stack.targets import Group
@@ -60,8 +60,7 @@ class Follower:
         self._is_gone = False
 
     def app(self, access: Access) -> web.Application:
-        app = web.Application(middlewares=[make_guard(access)])
-        app.on_response_prepare.append(add_headers)
+        app = make_app(access)
         app.router.add_get("/metrics", self._send_metrics)
         return app
 
@@ -71,7 +70,7 @@ class Follower:
 
     async def _send_metrics(self, _: web.Request) -> web.Response:
         page = render_page(keep_newest_versions(self._series.values))
-        return web.Response(text=page, headers={"Content-Type": "text/plain; version=0.0.4"})
+        return web.Response(text=page, headers={"Content-Type": PAGE_TYPE})
 
     def announce(self, url: str) -> None:
         """Tell Prometheus where Rollway's own page is."""

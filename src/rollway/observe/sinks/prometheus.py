@@ -14,6 +14,7 @@ from rollway.observe.metrics import OWN, parse_labels_key
 from rollway.observe.series import Values
 from rollway.observe.sinks.trainer_names import Histogram
 
+PAGE_TYPE = "text/plain; version=0.0.4"
 KEPT_VERSIONS = 8
 """How many versions a page has. A run has thousands, and Prometheus keeps every series."""
 

@@ -32,9 +32,10 @@ function setUp() {
 async function loadSessions() {
   const answer = await fetch("/api/sessions");
   if (!answer.ok) return;
-  const { is_known: isKnown, sessions, left_out: leftOut } = await answer.json();
+  const { is_known: isKnown, has_hidden: hasHidden, sessions, left_out: leftOut } = await answer.json();
   let note = leftOut ? `and ${plural(leftOut, "older session")}` : "";
   if (!sessions.length) note = "The gateway of this stack has recorded no session.";
+  if (hasHidden) note = "Sessions of a gateway with tokens are shown by rollway dash --token.";
   if (!isKnown) note = "This run does not name a gateway's journal: give it with rollway dash --journal FILE.";
   setText($("session-note"), note);
   $("session-list").replaceChildren(...sessions.map(makeOption));
