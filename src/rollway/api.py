@@ -403,6 +403,11 @@ def _find_addresses(target: str, rl_url: str | None) -> tuple[str, str, str]:
         state = StackDir(target).read()
         if state is None or not state.is_supervised:
             raise local.make_not_running_error(target)
+        if state.phase == "starting":
+            raise StackNotRunning(
+                f"The stack `{target}` is still starting.",
+                "Attach when it is ready: `rollway status` shows how far it is.",
+            )
         return state.frontend, rl_url or state.rl, target
     frontend = target.rstrip("/").removesuffix("/v1")
     try:

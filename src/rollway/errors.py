@@ -70,6 +70,9 @@ class StartError(RollwayError):
         super().__init__(message, hint)
         self.log_tail = log_tail
 
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, (super().__str__(), self.log_tail)))
+
     def as_json(self) -> dict[str, Any]:
         return {**super().as_json(), "log_tail": self.log_tail}
 

@@ -252,11 +252,20 @@ class FleetVersions:
         stamped = any(worker in self._enforced for worker in self.by_worker)
         return Ticket(wanted, taint, f"v{wanted}", self.epoch, stamped, self._learned)
 
+    def is_over(self, version: int) -> bool:
+        """Return whether no worker serves a version, nor will: newer ones are served."""
+        return not self.is_served(version) and (self.newest or BASE_VERSION) > version
+
     def _make_unserved_error(self, version: int) -> RolloutError:
         if self._asleep:
             return RolloutError(
                 f"{len(self._asleep)} workers sleep, and no other serves version {version}.",
                 "Wake them with `Stack.wake` or `rollway fleet wake`; after level 2, refit them.",
+            )
+        if version != self.current:
+            return RolloutError(
+                f"No worker serves weight version {version}: the fleet's is {self.current}.",
+                "Leave `version` out to get the current one.",
             )
         return RolloutError(
             f"No worker is known to serve weight version {version}.",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 import rollway
 from rollway.errors import SpecError
-from tests.conftest import Footprint
+from tests.conftest import Cli, Footprint
 from tests.light.spec import light
 from tests.stack.policies import Policy
 from tests.stack.serving import SHORT, TOLERANCE, read_state, worst
@@ -38,6 +41,23 @@ def serving(stack: rollway.Stack, version: int) -> int:
 
 def joiner(base_model: Path, name: str, stack: rollway.Stack, **fields: Any) -> dict[str, Any]:
     return {**light(base_model, name, replicas=1), **stack.join_spec, **fields}
+
+
+def test_a_joiner_with_other_options_says_why_it_gets_no_request(
+    base_model: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """It is listed with the others, and the frontend refuses every request for it."""
+    with rollway.up(light(base_model, "whole", replicas=1)) as stack:
+        spec = joiner(base_model, "shorter", stack)
+        spec["models"][0]["args"] = {"max-model-len": 128}
+        file = tmp_path / "shorter.yaml"
+        file.write_text(json.dumps(spec))
+        command = [sys.executable, "-m", "rollway.cli", "up", str(file), "--quiet"]
+        secret = {"ROLLWAY_WEIGHTS_SECRET": stack.weights_secret}
+        up = subprocess.Popen(command, env={**os.environ, **secret})
+        wait_until(lambda: "such as max-model-len" in cli("status", "shorter").stdout, every=1.0)
+        cli("down", "shorter")
+        assert up.wait(timeout=60) == 1
 
 
 @pytest.mark.parametrize("planes", ["loopback", "network"])

@@ -286,6 +286,17 @@ def test_two_models_each_on_its_own_endpoint(base_model: Path) -> None:
             stack.rollouts()
 
 
+def test_a_stack_that_is_starting_says_so_to_who_attaches(base_model: Path, cli: Cli) -> None:
+    command = [sys.executable, "-m", "rollway.cli", "up", "--model", str(base_model)]
+    up = subprocess.Popen([*command, "--name", "slow", "--set", "models.0.engine=mocker"])
+    wait_until(lambda: (state := StackDir("slow").read()) is not None and state.frontend)
+    with pytest.raises(StackNotRunning, match="`slow` is still starting"):
+        rollway.attach("slow")
+    assert up.wait(timeout=120) == 0
+    with rollway.attach("slow") as stack:
+        assert stack.models
+
+
 def test_a_failed_start_shows_the_log_and_stops_what_had_started(
     base_model: Path, footprint: Footprint
 ) -> None:
@@ -297,6 +308,7 @@ def test_a_failed_start_shows_the_log_and_stops_what_had_started(
     with pytest.raises(StartError, match=message) as failure:
         rollway.up(spec).__enter__()
     assert "no-such-flag" in failure.value.log_tail
+    assert failure.value.log_tail in str(failure.value)
     assert "engine does not know this option" in failure.value.hint
     assert footprint.new() == {}
 

@@ -376,6 +376,36 @@ async def test_a_paused_fleet_is_named_to_all_who_wait_or_look(base_model: Path,
             )
 
 
+async def test_a_version_that_is_over_and_a_dead_worker_are_named_as_the_cause(
+    base_model: Path, policies: list[Policy]
+) -> None:
+    spec = light(base_model, "causes", LIGHT_ORDERS="1", LIGHT_STEP_SECONDS="0.02")
+    async with rollway.aio.up(spec) as stack:
+        for version in (1, 2):
+            await stack.refit(version, policies[version].path)
+        rollouts = stack.rollouts()
+        with pytest.raises(
+            RolloutError, match="No worker serves weight version 1: the fleet's is 2"
+        ):
+            await asyncio.wait_for(rollouts.generate(PROMPT, SHORT, version=1), 20.0)
+
+        async def stream(started: asyncio.Event) -> str:
+            try:
+                async for _ in rollouts.stream(PROMPT, LONG):
+                    started.set()
+            except RolloutError as error:
+                return str(error)
+            return ""
+
+        starts = [asyncio.Event() for _ in range(8)]
+        streams = [asyncio.create_task(stream(started)) for started in starts]
+        await asyncio.gather(*(started.wait() for started in starts))
+        victim = next(p for p in read_state("causes").processes if p.role == "worker")
+        os.kill(victim.pid or 0, signal.SIGKILL)
+        errors = list(filter(None, await asyncio.gather(*streams)))
+        assert errors and not any("weights changed" in error for error in errors)
+
+
 def test_watch_reports_changes(stack: rollway.Stack, policies: list[Policy]) -> None:
     command = [sys.executable, "-m", "rollway.cli", "fleet", "watch", "--json", "--seconds", "0.2"]
     watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 
 from rollway.cli.grammar import make_parser
-from rollway.errors import RollwayError, StartError
+from rollway.errors import RollwayError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +55,5 @@ def _leave_reports() -> AbstractContextManager[None]:
 def _fail(error: RollwayError, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(error.as_json()))
-    if isinstance(error, StartError) and error.log_tail:
-        print(f"{error.log_tail}\n", file=sys.stderr)
     print(f"rollway: {error}", file=sys.stderr)
     return error.exit_code

@@ -182,7 +182,7 @@ class Upstream(Sender):
         """Return the completion of a finished stream; raise unless it has one version."""
         completion = assembly.finish()
         if not await self._is_usable(completion, ticket):
-            raise RolloutError("The weights changed while this answer was streamed.")
+            raise await self._make_stream_error(ticket)
         return completion
 
     async def _is_usable(self, completion: Completion, ticket: Ticket) -> bool:

@@ -270,7 +270,7 @@ class Rollouts(Sender):
             if self.tally is not None:
                 self.tally.add_not_believed()
             if streamed:
-                raise RolloutError("The weights changed while this rollout was streamed.")
+                raise await self._make_stream_error(ticket)
             return None
         trajectory.add(completion, ticket.version)
         if completion.finish_reason != "aborted":

@@ -198,6 +198,8 @@ class Sender:
                 if self._refresh is None:
                     raise
                 await self._refresh_workers()
+                if version is not None and self._versions.is_over(version):
+                    raise error from None
                 await trouble.wait(error)
 
     async def _is_attributed(self, ticket: Ticket, answer: Completion | int | None) -> bool:
@@ -231,6 +233,17 @@ class Sender:
         # An update may have been issued while the worker was asked.
         return await self._still_serves(ticket, worker) and self._versions.attributes_to(
             ticket, worker
+        )
+
+    async def _make_stream_error(self, ticket: Ticket) -> RolloutError:
+        """Return why the tokens of a stream cannot be attributed to its version."""
+        await self._refresh_workers(now=True)
+        newest = self._versions.newest
+        if self._versions.changing or (newest or 0) > (ticket.version or 0):
+            return RolloutError("The weights changed while this answer was streamed.")
+        return RolloutError(
+            "A worker died while this answer was streamed, so its version is not certain.",
+            "Send the request again; `generate` does so by itself.",
         )
 
     async def _refresh_workers(self, *, now: bool = False) -> None:
@@ -364,7 +377,8 @@ def describe_error(error: Unreachable | RequestFailed, model: str) -> RolloutErr
     hints = {
         404: f"Does the stack serve `{model}`? `rollway status` lists what it serves.",
         500: "Possibly no worker serves the current weight version: see `rollway status`.",
-        400: "The prompt must fit the model's context, and every token id its vocabulary.",
+        400: "The prompt and `max_tokens` together must fit the model's context, and every token "
+        "id its vocabulary.",
     }
     return RolloutError(error.message, hints.get(error.status, ""))
 

@@ -277,7 +277,11 @@ def _get_session(pid: int) -> int | None:
 
 
 # Patterns in the log of a worker or frontend, and advice for the user. The first match wins.
+# What is `told` in the log stands before the advice: the engine's own sentence says more.
 _HINTS: list[tuple[str, str]] = [
+    (r"Error: (?P<told>[^\n]*(?:KV cache memory|memory for the cache blocks|Free memory on device|"
+     r"Unsupported CPU attention configuration)[^\n]*)", "Give other options under `args` of the "
+     "model, by the engine's own names (on a CPU `kv-cache-memory-bytes`), or another model."),
     (r"ModuleNotFoundError: No module named '?dynamo", "Dynamo is not installed in the Python "
      "that runs the workers: `pip install 'rollway[cpu]'` or `[vllm]`, see docs/install.md."),
     (r"ModuleNotFoundError: No module named '?vllm", "vLLM is not installed in the Python that "
@@ -314,6 +318,7 @@ def find_hint(path: Path) -> str:
     """Return advice about the failure at the end of this log."""
     text = "\n".join(logs.tail(path, 400))
     for pattern, advice in _HINTS:
-        if re.search(pattern, text):
-            return advice
+        if match := re.search(pattern, text):
+            told = match.groupdict().get("told", "").strip()
+            return f"{told.rstrip('.')}. {advice}" if told else advice
     return f"The whole log is {path}."

@@ -40,6 +40,12 @@ _LISTING_SECONDS = 3.0
 """How often workers are listed before all of them answer."""
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 _UNTRUSTED_ANSWERS = 3
+_NOTED_SECONDS = 5.0
+"""After so many seconds of refusals the state of a worker says what may be the reason."""
+_DISAGREES = (
+    "It serves a model's workers only if they agree on how they serve it: give this one the "
+    "options of the workers that it joins, such as max-model-len."
+)
 _OUT_OF_ROUTING = (
     "out of routing, because it has the base weights and the others were refitted: refit again, or "
     "`rollway fleet watch` refits it from the version's checkpoint"
@@ -291,19 +297,17 @@ class ServingCheck:
                 except (RequestFailed, Unreachable) as error:
                     # The frontend answers 404 or 400 for a moment after it has listed a model, and
                     # not at all while it restarts. The caller limits the time.
-                    self._report(worker, "warming up", error.message)
-                    if not isinstance(error, RequestFailed) or error.status >= 500:
-                        refused_since = None
-                    elif refused_since is None:
-                        refused_since = time.monotonic()
-                    elif time.monotonic() - refused_since > REFUSED_SECONDS:
+                    is_refused = isinstance(error, RequestFailed) and error.status < 500
+                    refused_since = (refused_since or time.monotonic()) if is_refused else None
+                    seconds = time.monotonic() - (refused_since or time.monotonic())
+                    if seconds > REFUSED_SECONDS:
                         raise StartError(
                             f"The frontend lists {worker.name} and refuses every request for it: "
                             f"{error.message}",
-                            "It serves a model's workers only if they agree on how they serve it: "
-                            "give this one the options of the workers that it joins, such as "
-                            "max-model-len.",
+                            _DISAGREES,
                         ) from error
+                    hint = f" {_DISAGREES}" if seconds > _NOTED_SECONDS else ""
+                    self._report(worker, "warming up", error.message + hint)
                 except RolloutError as error:
                     # vLLM with a draft model on CPU was seen to answer its very first request with
                     # a log-prob of null, and never again.

@@ -124,6 +124,27 @@ def test_the_tail_ends_with_the_error_that_matters(tmp_path: Path) -> None:
     assert "multiple of 32" in find_hint(log)
 
 
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "RuntimeError: Unsupported CPU attention configuration: head_dim=16",
+        "ValueError: To serve at least one request with the models's max seq len (8192), 1.12 GiB "
+        "KV cache is needed, which is larger than the available KV cache memory (0.50 GiB).",
+        "ValueError: No available memory for the cache blocks. Try increasing "
+        "`gpu_memory_utilization` when initializing the engine.",
+        "ValueError: Free memory on device cuda:0 (9.1/139.8 GiB) on startup is less than desired "
+        "GPU memory utilization (0.92, 128.6 GiB).",
+    ],
+)
+def test_the_engines_own_sentence_is_the_cause(tmp_path: Path, sentence: str) -> None:
+    """A traceback of dozens of lines follows it in the log."""
+    log = tmp_path / "worker.log"
+    frames = [f'(EngineCore pid=7) ERROR   File "core.py", line {n}, in run' for n in range(60)]
+    log.write_text("\n".join([f"(EngineCore pid=7) ERROR {sentence}", *frames]))
+    told = sentence.partition(": ")[2].rstrip(".")
+    assert find_hint(log).startswith(f"{told}. Give other options")
+
+
 def test_an_unknown_failure_points_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     log.write_text("all is well\n")

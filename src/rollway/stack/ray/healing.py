@@ -193,7 +193,8 @@ class Healing:
         for name in map(str, replicas):
             self._failures.pop(name, None)
             if error is not None:
-                self._failures[name] = f"{name}: it did not start, and is tried again: {error}"
+                cause = getattr(error, "message", error)  # without the end of a log
+                self._failures[name] = f"{name}: it did not start, and is tried again: {cause}"
 
     async def _place_again(self) -> None:
         """Start lost replicas where there is room, and wait for room for the others."""
