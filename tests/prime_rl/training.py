@@ -55,6 +55,8 @@ class Step:
 
     samples: int
     mismatch_kl: float
+    stale: int
+    """Sequences of other weights: their own mismatch is a thousand times that of rounding."""
     seconds: float
 
 
@@ -110,12 +112,15 @@ class Trainer:
             self.optimizer, lambda step: min(1.0, (step + 1) / LR_WARMUP)
         )
 
-    def step(self, samples: list[Sample]) -> float:
-        """Take an optimizer step on a batch; return the mismatch before it."""
+    def step(self, samples: list[Sample]) -> tuple[float, int]:
+        """Take an optimizer step on a batch; return the mismatch before it, and how many sequences
+        are of other weights."""
         mask = pad_rows([sample.mask for sample in samples])
         engine = pad_rows([sample.logprobs for sample in samples])
         logprobs = self.compute_logprobs([sample.ids for sample in samples])
         mismatch = mismatch_kl(logprobs.detach(), engine, mask).item()
+        rows = zip(logprobs.detach(), engine, mask, strict=True)
+        stale = sum(mismatch_kl(*row).item() > MISMATCH for row in rows)
         # The credit of a sequence, from any of its sampled tokens: unit variance, as in the demo.
         credit = torch.tensor([max(s.advantages) + min(s.advantages) for s in samples])
         credit = credit / (credit.std() + 1e-4)
@@ -125,7 +130,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         self.schedule.step()
-        return mismatch
+        return mismatch, stale
 
     def compute_logprobs(self, rows: list[list[int]]) -> Tensor:
         """Return the log-prob of each token, and 0 for the first of a row."""
@@ -173,8 +178,8 @@ def run_steps(
         wait_for(path, orchestrator)
         samples = read_samples(path)
         began = time.monotonic()
-        mismatch = trainer.step(samples)
-        results.append(Step(len(samples), mismatch, time.monotonic() - began))
+        mismatch, stale = trainer.step(samples)
+        results.append(Step(len(samples), mismatch, stale, time.monotonic() - began))
         if number < steps or last:
             broadcast(number)
     assert orchestrator.wait(STEP_SECONDS) == 0
@@ -253,4 +258,5 @@ def report(steps: list[Step], metrics: list[dict[str, Any]]) -> tuple[float, flo
     worst = max(step.mismatch_kl for step in steps)
     print(f"\n{name}: reward {' '.join(f'{reward:.3f}' for reward in rewards)}")
     print(f"{name}: mismatch KL {' '.join(f'{step.mismatch_kl:.1e}' for step in steps)}")
+    print(f"{name}: sequences of other weights {' '.join(str(step.stale) for step in steps)}")
     return rise, worst
