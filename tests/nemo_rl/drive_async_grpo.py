@@ -289,7 +289,8 @@ def run_rollouts(
 def main() -> None:
     question = json.load(sys.stdin)
     # Object store and workers of a small machine.
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20)
+    # A cluster of its own: without an address, Ray joins any that runs on this machine.
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=200 * 2**20)
     for name in ("ReplayBuffer", "AsyncTrajectoryCollector"):
         ACTOR_ENVIRONMENT_REGISTRY[f"nemo_rl.algorithms.async_utils.{name}"] = sys.executable
     Policy.model = question["model"]

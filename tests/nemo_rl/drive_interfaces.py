@@ -3,6 +3,7 @@ environment."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import sys
@@ -22,6 +23,7 @@ from nemo_rl.utils.config import load_config, register_omegaconf_resolvers  # no
 from nemo_rl.weight_sync.interfaces import WeightSynchronizer  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
+from rollway.errors import RollwayError  # noqa: E402
 from rollway.integrations.nemo_rl.check import find_problems, read_recipe  # noqa: E402
 
 
@@ -41,16 +43,17 @@ def describe(interface: type) -> dict[str, Any]:
 def compare_loaders(directory: Path) -> dict[str, list[str]]:
     """Resolve recipes by both loaders; return those that are equal, and those that differ. There
     are hundreds, which differ in few values: of those below, every fifth is read."""
+    equal, different, recipes = [], [], {}
+    for file in sorted(directory.glob("*.yaml")) + sorted(directory.glob("*/*/*.yaml"))[::5]:
+        with contextlib.suppress(RollwayError):  # no recipe at all
+            recipes[file] = read_recipe(file)  # before NeMo-RL has registered its functions
     register_omegaconf_resolvers()
-    equal, different = [], []
-    files = sorted(directory.glob("*.yaml")) + sorted(directory.glob("*/*/*.yaml"))[::5]
-    for file in files:
+    for file, recipe in recipes.items():
         try:
             expected: Any = OmegaConf.to_container(load_config(file), resolve=True)
         except Exception:  # noqa: BLE001  # variables that are not set, or no recipe at all
             continue
-        recipe = read_recipe(file)
-        same = normalize(recipe.values) == normalize(expected) and not recipe.notes
+        same = normalize(recipe.values) == normalize(expected) and not recipe.unresolved
         (equal if same else different).append(file.name)
     return {"equal": equal, "different": different}
 
@@ -83,14 +86,14 @@ def normalize(value: Any) -> Any:
 
 def main() -> None:
     question = json.load(sys.stdin)
-    register_omegaconf_resolvers()
+    loaders = compare_loaders(Path(question["configs"]))
     answer = {
         "generation": describe(GenerationInterface),
         "synchronizer": describe(WeightSynchronizer),
         "output": sorted(GenerationOutputSpec.__annotations__),
         "sender": vars(CollectiveSenderSpec()),
         "examples": check_examples(question["examples"]),
-        "loaders": compare_loaders(Path(question["configs"])),
+        "loaders": loaders,
     }
     Path(sys.argv[1]).write_text(json.dumps(answer))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import yaml
 from rollway.integrations.nemo_rl.generation import Generation
 from tests.children import find_processes_in
 from tests.light.spec import light
-from tests.nemo_rl.environment import RECIPE, ROOT, find_source, run_script
+from tests.nemo_rl.environment import RECIPE, ROOT, find_python, find_source, run_script
 from tests.waiting import wait_until
 
 OURS = {"weight_versions"}
@@ -133,6 +135,35 @@ def test_recipes_are_resolved_as_nemo_rl_resolves_them(upstream: Any) -> None:
     """Those of its examples whose variables are set here."""
     assert upstream["loaders"]["different"] == []
     assert len(upstream["loaders"]["equal"]) > 50
+
+
+def test_check_resolves_a_recipe_in_nemo_rls_environment(tmp_path: Path) -> None:
+    """Its omegaconf has two ways to register a function, one of which gets numbers as text."""
+    recipe = tmp_path / "recipe.yaml"
+    values = {
+        "policy": {
+            "model_name": "m",
+            "generation": {
+                "backend": "${backend}",
+                "vllm_cfg": {"tensor_parallel_size": "${mul:2,${max:1,2}}", "precision": "bf16"},
+                "dynamo_cfg": {"frontend_url": "http://127.0.0.1:8000"},
+            },
+        },
+        "backend": "dynamo",
+    }
+
+    def check(*overrides: str) -> str:
+        command = [find_python().with_name("rollway"), "nemo-rl", "check", recipe, *overrides]
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert not done.stderr, done.stderr
+        return done.stdout
+
+    recipe.write_text(yaml.safe_dump(values))
+    assert check() == "no problem found\n"
+    missing = check("policy.generation.vllm_cfg.precision=${oc.env:NOBODY_SETS_THIS}")
+    assert missing.startswith("policy.generation.vllm_cfg.precision: `${oc.env:NOBODY_SETS_THIS}`")
+    assert "cannot be resolved" in missing and "no problem" not in missing
 
 
 def test_our_recipes_inherit_from_nemo_rls_own(upstream: Any) -> None:

@@ -96,6 +96,26 @@ def test_workers_of_two_supervisors_are_one_fleet(
     assert footprint.settle() == {}
 
 
+def test_a_joiner_with_another_secret_is_left_out(
+    base_model: Path, policies: list[Policy], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes no orders, so it never has a version of this stack. The others go on."""
+    with rollway.up(light(base_model, "own", replicas=1)) as own:
+        own.refit(1, policies[1].path)
+        spec = joiner(base_model, "foreign", own)
+        spec["join"] = {**spec["join"], "secret": "0" * 32}
+        with rollway.up(spec):
+            report = own.refit(2, policies[2].path)
+            assert report.serving == 1
+            wait_until(lambda: len(own.fleet.workers()) == 1)
+            own.fleet.pause()
+            own.fleet.resume()
+            group = own.rollouts().generate(PROMPT, SHORT, n=8)
+            assert {rollout.weight_version for rollout in group} == {2}
+            assert worst(policies[2], group) < TOLERANCE
+    assert "another secret's signature" in caplog.text
+
+
 def test_unreachable_workers_are_refused(base_model: Path) -> None:
     join = {"namespace": "n", "frontend": "http://10.0.0.1:8000", "rl": "http://10.0.0.1:8001"}
     spec = {**light(base_model, "far"), "discovery": "etcd", "etcd_endpoints": "http://10.0.0.1:1"}

@@ -31,13 +31,10 @@ def check(options: argparse.Namespace) -> int:
     from rollway.integrations.nemo_rl.check import find_problems, read_recipe
 
     recipe = read_recipe(options.file, options.overrides)
-    problems = find_problems(recipe.values)
+    problems = [*recipe.unresolved, *find_problems(recipe.values)]
     if options.json:
-        shown = [asdict(problem) for problem in problems]
-        print_json({"problems": shown, "notes": recipe.notes})
+        print_json({"problems": [asdict(problem) for problem in problems]})
         return 1 if problems else 0
-    for note in recipe.notes:
-        print(f"note: {note}", file=sys.stderr)
     for problem in problems:
         print(f"{problem.key}: {problem.cause} {problem.fix}")
     if not problems:

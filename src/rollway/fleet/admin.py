@@ -65,6 +65,10 @@ class RefitRefused(AdminError):
     """The worker did not begin a refit: it serves what it served before."""
 
 
+class OtherSecret(AdminError):
+    """The worker takes no orders that are signed with this stack's secret."""
+
+
 class AnotherProcess(AdminError):
     """Another process answers at a worker's address."""
 
@@ -361,7 +365,8 @@ async def _notifications(expected: int) -> AsyncIterator[tuple[str, asyncio.Even
 def as_usage_error(error: AdminError) -> RollwayError:
     """Return a worker's refusal as a mistake of the caller."""
     # An error with a cause is no refusal: the call or its answer was lost.
-    return error if error.__cause__ is not None else UsageError(error.message, error.hint)
+    is_refusal = error.__cause__ is None and not isinstance(error, OtherSecret)
+    return UsageError(error.message, error.hint) if is_refusal else error
 
 
 def silent_workers_error(silent: Sequence[Worker], listed: int) -> AdminError:

@@ -22,6 +22,7 @@ from rollway.fleet.admin import (
     Asleep,
     NoSuchMethod,
     NoSuchOrder,
+    OtherSecret,
     PauseMode,
     RefitRefused,
     StageReply,
@@ -366,10 +367,10 @@ def _make_refusal(worker: Worker, name: str, method: str, reply: Any) -> AdminEr
         return RefitRefused(f"{worker} refused `{name}`: {reason}.")
     if is_missing_method(method or name, reason):
         return NoSuchMethod(f"{worker} has no such engine method: {reason}.")
-    hint = ""
     if reason.startswith(UNSIGNED):
-        hint = (
+        return OtherSecret(
+            f"{worker} refused `{name}`: {reason}.",
             "Attach to the stack by its name as the user who started it, or set "
-            f"{SECRET} to the stack's secret."
+            f"{SECRET} to the stack's secret.",
         )
-    return AdminError(f"{worker} refused `{name}`: {reason}.", hint)
+    return AdminError(f"{worker} refused `{name}`: {reason}.")

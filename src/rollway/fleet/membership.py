@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
-from rollway.errors import RollwayError
+from rollway.errors import AdminError, RollwayError
 from rollway.fleet.admin import no_workers_error, silent_workers_error
 from rollway.fleet.discovery import Source, Worker, discover, is_dead, lacks_routes, list_instances
 from rollway.http import Http
@@ -57,6 +57,7 @@ class Membership:
         self._models: dict[int, str] = {}
         self._roles: dict[int, WorkerRole] = {}
         self._note_roles = note_roles
+        self._left_out: set[int] = set()
         self._listed_at = float("-inf")
         self._joined_at = float("-inf")
         self._looked: frozenset[int] | None = None
@@ -98,6 +99,13 @@ class Membership:
         if not answering:
             raise no_workers_error(self.source)
         return answering
+
+    def leave_out(self, worker: Worker, error: AdminError) -> None:
+        """Forget a worker that takes no orders: nothing is sent to it, and no answer of its is
+        used, because it has none of this stack's versions."""
+        log.warning("left out, because it has another secret: %s", error)
+        self._left_out.add(worker.instance_id)
+        self._known = [each for each in self._known if each != worker]
 
     async def confirm(self) -> list[Worker] | None:
         """Return the workers of the last listing, if all of them answered it and nobody has joined
@@ -179,7 +187,8 @@ class Membership:
         listed = [replace(w, role=self._roles[w.instance_id]) for w in listed]
         # A worker whose model was never listed may be ours, so keep it.
         models = (self._model, "") if self._model is not None else self._models.values()
-        self._known = [w for w in listed if self._models[w.instance_id] in models]
+        ours = [w for w in listed if w.instance_id not in self._left_out]
+        self._known = [w for w in ours if self._models[w.instance_id] in models]
         self._listed_at = time.monotonic()
         self._note_roles({worker.instance_id: worker.role for worker in self._known})
         return self._known

@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet.admin import collect_failures, no_workers_error, silent_workers_error
+from rollway.fleet.admin import (
+    OtherSecret,
+    collect_failures,
+    no_workers_error,
+    silent_workers_error,
+)
 from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.membership import Membership
 from rollway.fleet.report import WorkerReport
@@ -110,8 +115,17 @@ class Roster:
 
     async def preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
         """Have every worker check and stage the update; raise if one refuses. Return those that
-        are alive and ready."""
-        for worker, error in await collect_failures(workers, WorkerRefit.preflight):
+        are alive and ready. One with another secret than the others is left out."""
+        failures = await collect_failures(workers, WorkerRefit.preflight)
+        foreign = [worker for worker, error in failures if isinstance(error, OtherSecret)]
+        is_every_one = len(foreign) == len(self.membership.known)
+        for worker, error in failures:
+            if isinstance(error, OtherSecret):
+                if is_every_one:
+                    raise UsageError(error.message, error.hint)
+                self.membership.leave_out(worker.worker, error)
+                worker.mark_gone()
+                continue
             is_silent = isinstance(error, AdminError)
             if not (is_silent and await self.membership.has_died(worker.worker)):
                 raise error

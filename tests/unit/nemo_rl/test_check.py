@@ -145,6 +145,11 @@ def test_a_good_recipe_has_no_problem() -> None:
             "speculative_config",
         ),
         (
+            change(policy__router_replay={"enabled": True}),
+            "policy.router_replay.enabled",
+            "vLLM generation alone",
+        ),
+        (
             change(loss_fn={"use_importance_sampling_correction": False}),
             "loss_fn.use_importance_sampling_correction",
             "Set it to true",
@@ -267,12 +272,19 @@ def test_a_recipe_that_cannot_be_resolved_is_refused(
         read_recipe(write(tmp_path, **files), overrides)
 
 
-def test_interpolations_are_resolved_if_they_can_be(tmp_path: Path) -> None:
-    recipe = read_recipe(write(tmp_path, child="a: {x: 2, y: '${a.x}'}\nb: 1"))
-    if importlib.util.find_spec("omegaconf") is None:
-        assert recipe.values["a"]["y"] == "${a.x}" and "omegaconf" in recipe.notes[0]
-    else:
-        assert recipe.values["a"]["y"] == 2 and recipe.notes == []
+def test_interpolations_are_resolved_or_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this environment or in one with omegaconf; tests/nemo_rl has NeMo-RL's own."""
+    part = {"x": 2, "y": "${mul:${a.x},3}", "z": "${oc.env:NOBODY_SETS_THIS}"}
+    file = write(tmp_path, child=json.dumps({**GOOD, "a": part}))
+    recipe = read_recipe(file)
+    names = ["a.y", "a.z"] if importlib.util.find_spec("omegaconf") is None else ["a.z"]
+    assert [problem.key for problem in recipe.unresolved] == names
+    assert recipe.values["a"] == {"x": 2} | ({} if "a.y" in names else {"y": 6})
+    assert main(["nemo-rl", "check", str(file)]) == 1
+    output = capsys.readouterr().out
+    assert "no problem" not in output and output.count("cannot be resolved") == len(names)
 
 
 # --- commands ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from rollway.integrations.nemo_rl.config import (
     find_namespace,
     make_stack_fields,
     parse_generation,
+    returns_experts,
 )
 from rollway.integrations.nemo_rl.connection import choose_listing
 
@@ -114,6 +115,7 @@ def test_engine_options_of_a_recipe_are_the_stacks() -> None:
             "precision": "bf16",
             "gpu_memory_utilization": 0.6,
             "load_format": "dummy",
+            "enable_return_routed_experts": True,
             "env_vars": {"A": "1"},
             "async_engine": True,
         },
@@ -127,11 +129,16 @@ def test_engine_options_of_a_recipe_are_the_stacks() -> None:
         "gpu-memory-utilization": 0.6,
         "dtype": "bfloat16",
         "enable-expert-parallel": True,
+        "enable-return-routed-experts": True,
         "max-num-seqs": 16,
         "dyn-tool-call-parser": "hermes",
     }
     assert fields["router"] == {"mode": "kv"} and fields["env"] == {"A": "1"}
     make_spec(fields)
+    assert returns_experts(recipe) and returns_experts(
+        {"vllm_kwargs": {"enable_return_routed_experts": True}}
+    )
+    assert not returns_experts({"vllm_cfg": {}})
 
 
 def test_options_of_the_managed_mode_reach_workers_and_frontend() -> None:

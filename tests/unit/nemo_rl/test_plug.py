@@ -224,6 +224,15 @@ def test_segments_of_nodes_are_refused(trainer: Any) -> None:
     assert recipe.cluster["gpus_per_node"] == 8 and not trainer.seen
 
 
+def test_router_replay_is_refused_before_anything_starts(trainer: Any) -> None:
+    plug.install(trainer)
+    recipe = make_recipe()
+    recipe.policy["router_replay"] = {"enabled": True}
+    with pytest.raises(UsageError, match=r"router_replay\.enabled.* vLLM generation alone"):
+        trainer.setup(recipe, None, None, None)
+    assert not trainer.seen
+
+
 def test_weight_sync_reaches_generation(trainer: Any) -> None:
     plug.install(trainer)
     recipe = make_recipe(weight_sync={"method": "files"})

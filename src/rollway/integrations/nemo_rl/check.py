@@ -6,10 +6,13 @@ first validation. `find_problems` reads the recipe alone; it asks no server.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import operator
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from pydantic import ValidationError
 
 from rollway.errors import RollwayError, UsageError
 from rollway.integrations.nemo_rl.config import (
+    NO_REPLAY,
     WHERE,
     GenerationConfig,
     WeightSync,
@@ -38,6 +42,7 @@ _RESOLVERS = {
     "max": lambda *values: max(values),
 }
 """What NeMo-RL's recipes compute with."""
+_UNRESOLVED = object()
 _VARIABLE = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
 
 
@@ -52,10 +57,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A resolved recipe, and what could not be resolved of it."""
+    """A resolved recipe, without what could not be resolved of it."""
 
     values: dict[str, Any]
-    notes: list[str]
+    unresolved: list[Problem]
 
 
 # --- resolution ----------------------------------------------------------------------------------
@@ -66,9 +71,9 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
     values = _load(file.expanduser().resolve(), ())
     for override in overrides:
         _override(values, override)
-    values, notes = _interpolate(values)
-    check_plain(values, str(file))
-    return Recipe(values, notes)
+    resolved = _interpolate(values)
+    check_plain(resolved.values, str(file))
+    return resolved
 
 
 def _load(file: Path, below: tuple[Path, ...]) -> dict[str, Any]:
@@ -136,29 +141,54 @@ def _override(values: dict[str, Any], text: str) -> None:
         target[last] = read_yaml(value, f"`{text}`") if value else None
 
 
-def _interpolate(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Replace `${…}`, part by part: one that names a missing variable leaves only its part."""
+def _interpolate(values: dict[str, Any]) -> Recipe:
+    """Replace `${…}`. What cannot be replaced is a problem, and is missing in the result: as text
+    it would be taken for a value."""
+    recipe, find = Recipe({}, []), _open_tree(values)
+
+    def resolve(value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, dict):
+            parts = {key: resolve(each, (*path, key)) for key, each in value.items()}
+            return {key: each for key, each in parts.items() if each is not _UNRESOLVED}
+        if isinstance(value, list):
+            return [resolve(each, (*path, index)) for index, each in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        try:
+            return find(path)
+        except Exception as error:  # noqa: BLE001 (resolvers raise what they like)
+            cause = f"`{value}` cannot be resolved: {' '.join(str(error).split())[:200]}."
+            fix = "Correct it, or check the recipe where it runs, with its variables set."
+            recipe.unresolved.append(Problem(".".join(map(str, path)), cause, fix))
+            return _UNRESOLVED
+
+    recipe.values.update(resolve(values, ()))
+    return recipe
+
+
+def _open_tree(values: dict[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
+    """Return a function that finds the value at a path, by omegaconf as NeMo-RL does."""
     try:
         omegaconf = importlib.import_module("omegaconf")
     except ImportError:
-        note = "omegaconf is not installed here, so `${…}` is read as text"
-        return values, [note] if "${" in repr(values) else []
+
+        def fail(_: tuple[Any, ...]) -> Any:
+            raise UsageError("omegaconf is not installed here (pip install 'rollway[nemo-rl]')")
+
+        return fail
     config = omegaconf.OmegaConf
-    # The first is of omegaconf 2.4, which warns of the second.
-    register = getattr(config, "register_resolver", None) or config.register_new_resolver
     for name, function in _RESOLVERS.items():
         if not config.has_resolver(name):
-            register(name, function)
-    tree, resolved, notes = config.create(values), dict(values), []
-    for key in values:
-        try:
-            part = tree[key]
-            if config.is_config(part):
-                part = config.to_container(part, resolve=True)
-            resolved[key] = part
-        except omegaconf.errors.OmegaConfBaseException as error:
-            notes.append(f"{key} is read as text: {' '.join(str(error).split())[:200]}")
-    return resolved, notes
+            with warnings.catch_warnings(action="ignore"):  # 2.4 has another name for it
+                # `register_resolver` of 2.3 would pass numbers as text.
+                config.register_new_resolver(name, function)
+    tree = config.create(values)
+
+    def find(path: tuple[Any, ...]) -> Any:
+        part = functools.reduce(operator.getitem, path, tree)
+        return config.to_container(part, resolve=True) if config.is_config(part) else part
+
+    return find
 
 
 # --- problems ------------------------------------------------------------------------------------
@@ -328,6 +358,8 @@ def _check_extras(
         cause = "The synchronous trainer calibrates an FP8 KV cache, and DTensor workers cannot."
         fix = "Set auto here, or train with policy.megatron_cfg.enabled."
         yield Problem(f"{_GENERATION}.vllm_cfg.kv_cache_dtype", cause, fix)
+    if _get(recipe, "policy", "router_replay").get("enabled"):
+        yield Problem("policy.router_replay.enabled", *NO_REPLAY)
     dynamo = _get(generation, "dynamo_cfg")
     options = {**_get(generation, "vllm_kwargs"), **_list_engine_args(dynamo)}
     speculative = options.get("speculative_config") or options.get("speculative-config")

@@ -37,8 +37,14 @@ _ENGINE_OPTIONS = {
     "kv_cache_dtype": "kv-cache-dtype",
     "load_format": "load-format",
     "enforce_eager": "enforce-eager",
+    "enable_return_routed_experts": "enable-return-routed-experts",
 }
 """Keys of `vllm_cfg` that are options of vLLM."""
+NO_REPLAY = (
+    "NeMo-RL's Megatron workers replay the routing of its own vLLM generation alone.",
+    "Set it to false; vllm_cfg.enable_return_routed_experts puts the experts into each batch.",
+)
+"""Why `policy.router_replay.enabled` is refused."""
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -389,6 +395,12 @@ def find_namespace(dynamo: DynamoCfg) -> str:
             stacklevel=2,
         )
         return "default"
+
+
+def returns_experts(config: Mapping[str, Any]) -> bool:
+    """Return whether answers carry the experts of each token; NeMo-RL has two places for that."""
+    parts = (config.get("vllm_cfg") or {}, config.get("vllm_kwargs") or {})
+    return any(part.get("enable_return_routed_experts") for part in parts)
 
 
 def list_methods() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollway.errors import UsageError
 from rollway.integrations.nemo_rl.batches import make_output, make_sampling, read_prompts
-from rollway.integrations.nemo_rl.config import parse_generation
+from rollway.integrations.nemo_rl.config import parse_generation, returns_experts
 from rollway.integrations.nemo_rl.connection import Address, Connection
 from rollway.rollout.trajectory import Rollout
 from rollway.weights.checkpoint import read_config
@@ -142,7 +142,7 @@ class Generation:
 
     def _count_experts(self) -> int | None:
         """Return the number of experts whose routing is replayed; None without router replay."""
-        if not self.cfg["vllm_cfg"].get("enable_return_routed_experts"):
+        if not returns_experts(self.cfg):
             return None
         if self._experts is None:
             from rollway.rollout.experts import count_experts  # needs numpy, which the core has not

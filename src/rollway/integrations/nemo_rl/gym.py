@@ -48,6 +48,7 @@ from rollway.gateway.connections import raise_file_limit
 from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway
 from rollway.gateway.template import Template
+from rollway.integrations.nemo_rl.config import returns_experts
 from rollway.integrations.nemo_rl.connection import Address
 from rollway.publishing import find_addresses
 
@@ -196,7 +197,7 @@ def make_job(address: Address, cfg: Mapping[str, Any], tokenizer_config: Mapping
         chat_template=read_chat_template(tokenizer_config),
         settings=dict(tokenizer_config.get("chat_template_kwargs") or {}),
         keep_tools=not workers.get("exclude_tools_when_tool_choice_none", True),
-        experts=bool(vllm.get("enable_return_routed_experts")),
+        experts=returns_experts(cfg),
         most_tokens=None if length is None else int(length),
         seconds=float(dynamo.get("request_timeout_s") or REQUEST_SECONDS),
         profiles=read_profiles(cfg),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rollway.errors import UsageError
-from rollway.integrations.nemo_rl.config import WHERE, parse_generation
+from rollway.integrations.nemo_rl.config import NO_REPLAY, WHERE, parse_generation
 
 BACKEND = "dynamo"
 
@@ -35,6 +35,9 @@ def adapt_recipe(recipe: Any, let_rollouts_run: Callable[[], None]) -> Iterator[
 
     `let_rollouts_run` is called for a recipe whose refits do not wait for running rollouts."""
     cluster, generation = recipe.cluster, recipe.policy["generation"]
+    if (recipe.policy.get("router_replay") or {}).get("enabled"):
+        cause, fix = NO_REPLAY
+        raise UsageError(f"policy.router_replay.enabled is true. {cause}", fix)
     share_weight_sync(cluster, generation)
     with contextlib.ExitStack() as undo:
         _allow_in_flight(recipe, let_rollouts_run, undo)
