@@ -143,7 +143,8 @@ def attach(
     """Use a running stack; leaving the block does not stop it.
 
     Args:
-        target: the name of a stack of this machine or of the Ray cluster that this process reaches,
+        target: the name of a stack of this machine, or of one on Ray: in the cluster that this
+            process is connected to or $RAY_ADDRESS names, or where this user started it from here;
             or the address of any Dynamo frontend. A plain vLLM server works as well (for refits
             with VLLM_SERVER_DEV_MODE=1). `dgd://NAMESPACE/NAME` is a DynamoGraphDeployment of the
             Kubernetes cluster: directly from a pod, elsewhere through the API server's proxy.
@@ -298,11 +299,8 @@ async def _start_processes(
 
 def _find_on_ray(name: str) -> RayStack | None:
     """Return the stack of the Ray cluster with this name, unless one of this machine has it."""
-    if "/" not in name:
-        state = StackDir(name).read()
-        if state is not None and state.is_supervised:
-            return None
-    return launcher.find(name)
+    state = None if "/" in name else StackDir(name).read()
+    return None if state is not None and state.is_supervised else launcher.find(name)
 
 
 async def _attach_on_ray(

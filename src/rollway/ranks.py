@@ -82,8 +82,8 @@ class RaySpec(SpecPart):
     """How `launcher: ray` uses a Ray cluster."""
 
     address: str | None = None
-    """The cluster, as for `ray.init`. The default is the connection of this process, or the one
-    that Ray finds (`$RAY_ADDRESS`, or a cluster of this machine)."""
+    """The cluster, HOST:PORT. The default is the connection of this process, `$RAY_ADDRESS`, or the
+    only cluster with a raylet of this user on this machine."""
     namespace: str = Field(default="rollway", min_length=1)
     """The Ray namespace of the stack's actors."""
     head: Literal["use", "avoid"] = "use"

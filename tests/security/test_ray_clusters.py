@@ -61,13 +61,14 @@ print(json.dumps([connections, len(ray._private.state.jobs()) - 1]), flush=True)
 drivers look for a cluster. Prints at the end how often that port and the cluster were dialled."""
 
 VICTIM = """
-import contextlib, io, json, os, sys
+import contextlib, io, json, os, pathlib, sys
 import rollway
 from rollway.cli import main
-from rollway.stack.ray.launcher import _Place
 
 # A cluster of ours was here once, with a stack that nobody stopped.
-_Place(sys.argv[1], "rollway", "policy").write()
+place = pathlib.Path(os.environ["ROLLWAY_HOME"], "ray", "rollway%2Fpolicy")
+place.parent.mkdir(parents=True, mode=0o700)
+place.write_text(sys.argv[1])
 
 def attach():
     with rollway.attach("policy"):

@@ -35,7 +35,8 @@ class Target:
         """Find the stack that was started."""
         if self._spec.launcher == "ray":
             self.close()
-            self._on_ray = launcher.find(f"{self._spec.ray.namespace}/{self._spec.name}")
+            ray = self._spec.ray
+            self._on_ray = launcher.find(f"{ray.namespace}/{self._spec.name}", ray.address)
             if self._on_ray is None:
                 raise RollwayError(f"The stack `{self._spec.name}` has ended.")
             self._access = self._on_ray.access

@@ -33,6 +33,7 @@ from rollway.kubernetes.permissions import USER, list_verbs
 from rollway.kubernetes.refusals import INSTALL_COMMANDS, make_rule
 
 _AT_ONCE = 8
+_LWS = {"leaderworkerset.x-k8s.io", "scheduling.volcano.sh"}
 _NOTHING = f"{RUN_LABEL}=none.of-these"  # a list of nothing still says whether a kind is served
 
 
@@ -113,12 +114,10 @@ def _check_multinode(cluster: Cluster, manifests: Manifests) -> Iterator[Finding
     parts = (p for s in specs for p in s.get("components") or s["services"].values())
     if any(part.get("multinode") for part in parts):
         groups = cluster.list_groups()
-        if "grove.io" in groups or groups >= {"leaderworkerset.x-k8s.io", "scheduling.volcano.sh"}:
-            yield Finding("multinode", True, "the cluster can run workers over several nodes")
-            return
+        has_any = "grove.io" in groups or groups >= _LWS
         text = "Workers over several nodes need Grove, or LeaderWorkerSet and Volcano."
         fix = "Set `global.grove.install: true` in the values of deploy/helm, and apply them."
-        yield Finding("multinode", False, text, fix)
+        yield Finding("multinode", has_any, text, "" if has_any else fix)
 
 
 def _check_permissions(cluster: Cluster) -> Iterator[Finding]:

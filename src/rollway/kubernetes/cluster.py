@@ -156,10 +156,9 @@ class Cluster:
 
     def list_groups(self) -> set[str]:
         """Return the API groups that the cluster serves; every user may read them."""
-        groups = Kind("", "", "apis", "APIGroupList", namespaced=False)
-        refusal = self._make_refusal("get", groups, "", "", None)
-        answer = self.connection.ask(refusal, "GET", "/apis") or {}
-        return {group["name"] for group in answer.get("groups") or []}
+        refusal = self._make_refusal("get", Kind("", "", "apis", "APIGroupList"), "", "", None)
+        answer = self.connection.ask(refusal, "GET", "/apis")
+        return {group["name"] for group in answer["groups"]}
 
     def may(self, verb: str, kind: Kind, subresource: str = "", name: str = "") -> bool:
         """Ask the API server whether this user has a permission in this namespace."""

@@ -136,12 +136,6 @@ def list_components(graph: Object) -> list[tuple[str, Object]]:
     return [(part["name"], part) for part in graph["spec"]["components"]]
 
 
-def get_type(graph: Object, component: Object) -> str:
-    """Return the type of a component: frontend, worker, prefill, decode, planner, epp, or ""."""
-    field = "componentType" if graph["apiVersion"] == ALPHA else "type"
-    return str(component.get(field) or "")
-
-
 # --- overrides -----------------------------------------------------------------------------------
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rollway.errors import SpecError
-from rollway.kubernetes.conversion import Conversion
 from rollway.kubernetes.dgd import load_graph
 from rollway.kubernetes.entrypoint import check_line_ends, explain_hidden_status
 from rollway.kubernetes.jobs import (
@@ -21,8 +19,7 @@ from rollway.kubernetes.jobs import (
     make_service,
 )
 from rollway.kubernetes.names import BETA, Object
-from rollway.kubernetes.render import read_stack
-from rollway.kubernetes.spec import TRAINING, DynamoSpec, Infra
+from rollway.kubernetes.spec import TRAINING, Infra
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +81,6 @@ def render_all(infra: Infra, *, version: str = BETA) -> Manifests:
             *list_warnings(infra, names),
         ],
     )
-
-
-def render_stack_file(
-    path: Path,
-    infra: Infra | None = None,
-    *,
-    name: str | None = None,
-    image: str | None = None,
-    namespace: str | None = None,
-    version: str = BETA,
-) -> Conversion:
-    """Return a stack file as a complete DGD: what `rollway k8s render --stack` prints. An infra
-    file says more about its pods than their image."""
-    title = name or read_stack(path).name
-    run = infra or Infra(name=title, image=image or "", namespace=namespace or "")
-    part = DynamoSpec(stack=path.resolve(), name=title)
-    return load_graph(run.model_copy(update={"dynamo": {"policy": part}}), "policy", version)
 
 
 def has_driver(infra: Infra) -> bool:

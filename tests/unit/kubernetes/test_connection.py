@@ -1,4 +1,4 @@
-"""Repeats of requests, against a stub of an API server that answers as a test says.
+"""Repeats of requests, and what `check` asks, against a stub API server that answers as tests say.
 
 A real API server does not answer 429 or 503 on demand; tests/kubernetes has the real one.
 """
@@ -17,8 +17,11 @@ import pytest
 
 from rollway.errors import ClusterError, InvalidObject, KindMissing
 from rollway.kubernetes import connection
+from rollway.kubernetes.check import check_cluster
 from rollway.kubernetes.cluster import Cluster
 from rollway.kubernetes.kinds import DGD, POD
+from rollway.kubernetes.manifests import render_all
+from tests.unit.kubernetes.objects import make_infra
 
 POD_BODY = {"metadata": {"name": "pod", "resourceVersion": "1"}}
 
@@ -168,3 +171,33 @@ def test_a_stop_ends_the_repeats_of_a_watch(cluster: Cluster, stub: StubServer) 
     timer.start()
     assert list(cluster.watch(POD, stop=stop)) == []
     assert len(stub.paths) == 1
+
+
+LWS = ["leaderworkerset.x-k8s.io", "scheduling.volcano.sh"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "is_ok"),
+    [
+        (16, [], False),
+        (16, LWS[:1], False),
+        (16, LWS, True),
+        (16, ["grove.io"], True),
+        (8, [], None),
+    ],
+)
+def test_what_runs_workers_over_several_nodes_is_asked_for(
+    cluster: Cluster, stub: StubServer, ranks: int, groups: list[str], is_ok: bool | None
+) -> None:
+    """The operator accepts such a graph and makes no pods: only the graph's status says why."""
+    answer = {
+        "metadata": {"name": "rl", "resourceVersion": "1"}, "items": [],
+        "status": {"allowed": True}, "groups": [{"name": name} for name in groups],
+    }  # fmt: skip
+    stub.script = [(200, answer)]  # to every question
+    stack = {"models": [{"path": "Qwen/Qwen3-0.6B", "name": "policy", "tensor_parallel": ranks}]}
+    rendered = render_all(make_infra(dynamo={"policy": {"stack": stack}}))
+    findings = [each for each in check_cluster(cluster, rendered) if each.what == "multinode"]
+    assert [finding.ok for finding in findings] == ([] if is_ok is None else [is_ok])
+    if is_ok is False:
+        assert "Grove" in findings[0].text and "global.grove.install: true" in findings[0].fix

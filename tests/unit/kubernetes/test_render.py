@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from rollway.cli import main
 from rollway.config import load_spec, parse_spec
 from rollway.errors import SpecError
-from rollway.kubernetes.manifests import render_all, render_stack_file
+from rollway.kubernetes.manifests import render_all
 from rollway.kubernetes.render import render_stack
 from rollway.kubernetes.spec import PodsSpec, SecretRef
 from rollway.stack import preset
@@ -257,12 +259,18 @@ def test_a_stack_in_an_infra_file_is_named_after_the_run() -> None:
     assert env == {"ROLLWAY_WEIGHTS_SECRET"}
 
 
-def test_a_stack_file_is_rendered_without_an_infra_file(tmp_path: Path) -> None:
+def test_a_stack_file_is_rendered_without_an_infra_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "stack.yaml"
     path.write_text(dump({"name": "mine", "models": [MODEL]}))
-    with pytest.raises(SpecError, match="names no image"):
-        render_stack_file(path)
-    graph = render_stack_file(path, image=IMAGE, namespace="rl").graph
-    assert not list_faults(graph)
-    assert (graph["metadata"]["name"], graph["metadata"]["namespace"]) == ("mine", "rl")
-    assert render_stack_file(path, name="other", image=IMAGE).graph["metadata"]["name"] == "other"
+    command = ["k8s", "render", "--stack", str(path), "--namespace", "rl"]
+    assert main(command) == 2
+    assert "names no image" in capsys.readouterr().err
+    for name in ("mine", "other"):
+        assert main([*command, "--image", IMAGE, "--name", name]) == 0
+        graph = yaml.safe_load(capsys.readouterr().out)
+        assert not list_faults(graph)
+        assert (graph["metadata"]["name"], graph["metadata"]["namespace"]) == (name, "rl")
+    assert main([*command, "--image", IMAGE]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["metadata"]["name"] == "mine"

@@ -23,7 +23,6 @@ from rollway import processes
 from rollway.errors import UsageError
 
 INSTALL = "Install it with `pip install 'rollway[ray]'`."
-_REACH_SECONDS = 2.0
 _CONNECT_SECONDS = 5.0
 _lock = threading.Lock()
 _users = 0
@@ -84,9 +83,8 @@ def _open(ray: Any, address: str | None) -> None:
 def find_address() -> str:
     """Return the cluster of a user who gives no address: RAY_ADDRESS, or the only one of theirs
     that this machine is in."""
-    if named := get_environment_address():
-        return named
-    own = list_own_clusters()
+    named = get_environment_address()
+    own = [named] if named else list_own_clusters()
     if len(own) == 1:
         return own[0]
     cause = "There is no Ray cluster of yours on this machine, and RAY_ADDRESS is not set."
@@ -101,27 +99,18 @@ def list_own_clusters() -> list[str]:
     flag = "--gcs-address="
     arguments = (argument for line in processes.list_own_commands("raylet") for argument in line)
     addresses = {each.removeprefix(flag) for each in arguments if each.startswith(flag)}
-    return sorted(filter(_is_own_port, addresses))
+    return sorted(filter(_is_own, addresses))
 
 
-def _is_own_port(address: str) -> bool:
-    """Return whether something listens at the address, and no other user if that is here: a raylet
-    outlives its GCS for a minute, and anybody may take the port."""
+def _is_own(address: str) -> bool:
+    """Return whether it is this user who listens at the address, if that is here: a raylet outlives
+    its GCS for a minute, and anybody may take the port."""
     host, _, port = address.rpartition(":")
     if not any(map(_is_own_host, _resolve(host))):
-        return _listens(address)
+        return True
     rows = [line.split() for table in Path("/proc/net").glob("tcp*") for line in table.open()]
     listening = (row for row in rows if row[3] == "0A" and row[1].endswith(f":{int(port):04X}"))
     return {int(row[7]) for row in listening} == {os.getuid()}
-
-
-def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _REACH_SECONDS).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def get_environment_address() -> str | None:

@@ -16,12 +16,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-import msgspec
+from urllib.parse import quote, urlsplit
 
 from rollway import private
 from rollway.config import StackSpec, is_loopback
@@ -107,7 +104,7 @@ def start(
         witness, access = create_witness(), None
         try:
             head = _create_head(spec, placement, witness)
-            _Place(get_address(), spec.ray.namespace, spec.name).write()
+            _remember(spec)
             access = RayAccess(head, spec.name, spec.ray.namespace, witness)
             state = _wait_until_ready(access, progress)
         except BaseException:
@@ -229,49 +226,30 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
 # --- find and stop -------------------------------------------------------------------------------
 
 
-class _Place(msgspec.Struct):
-    """Where a stack of this user runs. A private file says so until the stack is stopped."""
-
-    address: str
-    namespace: str
-    name: str
-
-    def write(self) -> None:
-        # Without it, the stack is found by the address of its cluster.
-        with contextlib.suppress(OSError, StartError):
-            private.make_directory(make_home() / "ray")
-            file = _get_place_file(self.namespace, self.name)
-            private.replace_file(file, msgspec.json.encode(self))
+def _get_place(namespace: str, name: str) -> Path:
+    """Return the private file that has the address of the cluster where a stack of this user runs.
+    It is there until the stack is stopped."""
+    return home() / "ray" / quote(f"{namespace}/{name}", safe="")
 
 
-def _get_place_file(namespace: str, name: str) -> Path:
-    # A namespace may have any letters, and any length.
-    return home() / "ray" / f"{sha256(f'{namespace}/{name}'.encode()).hexdigest()}.json"
+def _remember(spec: StackSpec) -> None:
+    # Without it, for example on a full disk, the stack is found by the address of its cluster.
+    with contextlib.suppress(OSError, StartError):
+        private.make_directory(make_home() / "ray")
+        place = _get_place(spec.ray.namespace, spec.name)
+        private.replace_file(place, get_address().encode())
 
 
-def _list_places() -> list[_Place]:
-    places = []
-    for path in (home() / "ray").glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
-            places.append(msgspec.json.decode(private.read_file(path, 1 << 16), type=_Place))
-    return places
-
-
-def _choose_clusters(address: str | None, target: str = "") -> list[str | None]:
-    """Return the clusters to ask about a stack: the one that the user has named or connected this
-    process to; without, those of this user where, by their places, such stacks run. None stands for
-    the first."""
-    if importlib.util.find_spec("ray") is None:
-        return []
+def _choose_clusters(address: str | None, namespace: str = "") -> list[str | None]:
+    """Return the clusters to ask about stacks: the one that the user has named or connected this
+    process to (None); without, those of this user where, by their places, stacks run."""
     ray = sys.modules.get("ray")
     if address or get_environment_address() or (ray is not None and ray.is_initialized()):
-        return [address]
-    namespace, _, name = target.rpartition("/")
-    places = [
-        place.address
-        for place in _list_places()
-        if name in ("", place.name) and namespace in ("", place.namespace)
-    ]
+        return [address] if importlib.util.find_spec("ray") else []
+    places = []
+    for place in (home() / "ray").glob("*"):
+        with contextlib.suppress(OSError, ValueError):
+            places.append(private.read_file(place, 1000).decode())
     # The port of a cluster that has ended may be another user's by now.
     own = list_own_clusters() if places else []
     known: list[str | None] = [
@@ -308,22 +286,14 @@ def resolve_on_cluster(address: str | None = None) -> str:
 def find(target: str, address: str | None = None) -> RayStack | None:
     """Return a running stack by NAME or NAMESPACE/NAME; None if there is none."""
     namespace, _, name = target.rpartition("/")
-    for place in _choose_clusters(address, target):
-        with ExitStack() as connection:
+    for place in _choose_clusters(address, namespace):
+        with ExitStack() as connection, contextlib.suppress(StackNotRunning):
             connection.enter_context(connect(place))
-            head = cluster.find_head(name, namespace or None)
-            if head is None:
-                continue
-            # With its own namespace: None would match stacks of other namespaces later.
-            access = RayAccess(head, name, _find_namespace(name, namespace))
-            with contextlib.suppress(StackNotRunning):
-                return RayStack(access, access.read_state(), connection.pop_all())
+            access = RayAccess(cluster.find_head(name, namespace or None), name, namespace)
+            state = access.read_state()
+            access.namespace = state.ray_namespace  # later it finds no other stack of this name
+            return RayStack(access, state, connection.pop_all())
     return None
-
-
-def _find_namespace(name: str, namespace: str) -> str:
-    spaces = [space for space, stack in cluster.list_heads() if stack == name]
-    return namespace or next(iter(spaces), "")
 
 
 def list_stacks(address: str | None = None) -> list[StackState]:
@@ -334,8 +304,7 @@ def list_stacks(address: str | None = None) -> list[StackState]:
             for namespace, name in cluster.list_heads():
                 head = cluster.find_head(name, namespace)
                 with contextlib.suppress(StackNotRunning):
-                    if head is not None:
-                        states.append(RayAccess(head, name, namespace).read_state())
+                    states.append(RayAccess(head, name, namespace).read_state())
     return states
 
 
@@ -364,7 +333,8 @@ def follow_log(stack: RayStack, process: str, lines: int) -> Iterator[str]:
 def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> None:
     import ray
 
-    _get_place_file(access.namespace, access.name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        _get_place(access.namespace, access.name).unlink()
     freed: list[str] = []
     try:
         head = access.head

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from rollway import processes
+from rollway import make_spec, processes
 from rollway.errors import UsageError
 from rollway.stack.ray import cluster, connection, launcher
 
@@ -187,18 +187,16 @@ def test_stacks_are_found_where_they_were_started(
         address = f"127.0.0.1:{server.getsockname()[1]}"
         fake.own = [["raylet", f"--gcs-address={address}"]]
         assert not launcher.may_reach_cluster()  # nothing was started there
-        launcher._Place(address, "a/b", "policy").write()
+        monkeypatch.setattr(launcher, "get_address", lambda: address)
+        launcher._remember(make_spec(model="org/m", name="policy", ray={"namespace": "a/b"}))
         (file,) = (own_home / "ray").iterdir()
-        assert file.stat().st_mode & 0o777 == 0o600
+        assert (file.name, file.stat().st_mode & 0o777) == ("a%2Fb%2Fpolicy", 0o600)
         assert launcher.may_reach_cluster()
-        assert launcher._choose_clusters(None, "policy") == [address]
-        assert launcher._choose_clusters(None, "a/b/policy") == [address]
-        assert launcher._choose_clusters(None, "other") == []
         fake.own = []
         assert not launcher.may_reach_cluster()
         with pytest.raises(UsageError, match="no Ray cluster of yours"):
             launcher.find("a/b/policy")  # it can be on Ray alone
-        file.write_text("{")
+        file.write_bytes(b"\xff")
         assert not launcher.may_reach_cluster()
     assert fake.opened == []
 
