@@ -9,7 +9,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 .PHONY: help setup setup-curator setup-k8s setup-nemo-rl setup-prime-rl setup-verl demo docs test test-all test-curator test-fast test-k8s test-nemo-rl test-prime-rl test-ray test-verl lint format clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 setup:  ## create .venv with everything the other targets need
 	@$(PYTHON) scripts/setup_env.py
@@ -35,10 +35,10 @@ demo: setup  ## train a tiny policy with GRPO on a real Dynamo stack
 docs: setup  ## write docs/api.md from the docstrings
 	@$(BIN)/python scripts/api_page.py
 
-test: setup  ## all tests but the soaks, against real Dynamo and vLLM on CPU
+test: setup  ## all tests but those of the targets below and the soaks, on real Dynamo and vLLM on CPU
 	@$(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator --ignore tests/prime_rl --ignore tests/nemo_rl --ignore tests/kubernetes $(PARALLEL) $(ARGS)
 
-test-all: setup  ## all tests, with the soaks and every example of the fuzzers
+test-all: setup  ## the same, with the soaks and every example of the fuzzers
 	@ROLLWAY_TEST_SOAK=1 $(BIN)/python -m pytest --ignore tests/verl --ignore tests/ray --ignore tests/curator --ignore tests/prime_rl --ignore tests/nemo_rl --ignore tests/kubernetes $(PARALLEL) $(ARGS)
 
 test-fast: setup  ## unit and property tests only

@@ -364,7 +364,8 @@ class Stack:
         """Let every worker release its memory, for a trainer on the same devices.
 
         Sleeping workers get no requests: rollouts wait for as long as their `patience`, then fail.
-        The workers need `enable-sleep-mode: true` in the model's args.
+        Workers on a GPU need `enable-sleep-mode: true` in the model's args; on CPU they stop, but
+        keep their memory.
 
         Args:
             level: 1 keeps the weights in the host's memory, for `wake`; 2 forgets them, and only a
@@ -377,7 +378,7 @@ class Stack:
             The memory of every worker before and asleep, and the seconds of each step.
 
         Raises:
-            UsageError: an engine without sleep mode; nothing was changed.
+            UsageError: an engine on a GPU without sleep mode; nothing was changed.
             AdminError: a worker refused, or does not answer; the others were woken.
 
         Example:

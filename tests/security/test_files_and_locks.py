@@ -9,8 +9,7 @@ import os
 import resource
 import socket
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,42 +23,12 @@ from rollway.stack.locks import FIRST, LAST, Lease, NamedLock, get_lock_director
 from rollway.stack.run_dir import write_secret
 from rollway.stack.state import StackDir, StackState, make_home
 from tests.children import start_child
+from tests.security.other_user import NOBODY, another_user, needs_root
 from tests.waiting import wait_until, wait_until_async
-
-NOBODY = 65534
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 
 def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
-
-
-@contextmanager
-def another_user(attack: Callable[[], str]) -> Iterator[str]:
-    """Run an attack as another user, which holds its sockets until the block ends."""
-    report_end, attack_end = os.pipe()
-    leave_end, stay_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(stay_end)
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            report = attack()
-        except Exception as error:  # noqa: BLE001  (reported to the parent)
-            report = f"failed: {error!r}"
-        os.write(attack_end, report.encode())
-        os.read(leave_end, 1)
-        os._exit(0)
-    os.close(attack_end)
-    os.close(leave_end)
-    try:
-        yield os.read(report_end, 1 << 16).decode()
-    finally:
-        os.close(stay_end)
-        os.close(report_end)
-        os.waitpid(child, 0)
 
 
 @pytest.fixture

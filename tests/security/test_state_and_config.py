@@ -354,6 +354,7 @@ def test_a_binary_stack_file_gives_one_sentence(
         ("models.0.args." + "x." * 5000 + "y=1", "levels"),
         ("name=2001-99-99", "does not fit its type"),
         ("models.0.name='a\n\n  b'", "line end"),
+        ("models.0.name=" + "m" * 3000, "at most 200"),
         ("models.²=1", "no position"),
         ("models." + "9" * 5000 + "=1", "no position"),
         ("models.0.path.x=1", "holds a value"),

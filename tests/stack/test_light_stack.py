@@ -200,7 +200,7 @@ def test_a_restarted_worker_is_admitted_by_a_watching_process(
     assert done.returncode == 0, done.stderr
     first = stack.fleet.workers()[0].instance_id
     status = json.loads(cli("status", "--json").stdout)["stacks"][0]
-    victim = next(p for p in status["processes"] if p["instance"] == first)
+    victim = next(p for p in status["processes"] if p["instance"] == str(first))
     subprocess.run(["kill", "-9", str(victim["pid"])], check=True)
 
     def is_admitted() -> bool:

@@ -6,6 +6,7 @@ input was wrong, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         cause = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-        hint = "Check the path and its permissions."
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "Free some space." if is_full else "Check the path and its permissions."
         return _fail(RollwayError(f"The system refused: {cause}.", hint), as_json=options.json)
 
 

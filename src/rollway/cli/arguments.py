@@ -29,6 +29,13 @@ def add_on(parser: argparse.ArgumentParser, text: str = ON) -> None:
     parser.add_argument("--on", metavar="WHERE", help=text)
 
 
+def port(text: str) -> int:
+    """Return a port that a command is to listen on."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port: give 0 to 65535.")
+    return int(text)
+
+
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rollway
-from rollway.cli.arguments import SET, Add, add_name, add_on, add_quiet, add_spec
+from rollway.cli.arguments import SET, Add, add_name, add_on, add_quiet, add_spec, port
 from rollway.cli.bench_grammar import add_bench_commands
 from rollway.cli.k8s_grammar import add_k8s_commands
 from rollway.cli.observe_grammar import add_observe_commands
@@ -106,7 +106,7 @@ def _add_prime_rl_commands(add: Add) -> None:
     parser = add("serve", "prime_rl:serve", "look like one prime-rl inference server of any size")
     _add_gateway(parser)
     text = "serve admin calls here instead, and not at --port (0 for a free one)"
-    parser.add_argument("--admin-port", type=int, help=text)
+    parser.add_argument("--admin-port", type=port, help=text)
     text = "where --admin-port listens (default: loopback)"
     parser.add_argument("--admin-host", default="127.0.0.1", help=text)
     text = "the directory that the trainer's relative paths begin at"
@@ -156,7 +156,7 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="one of several served models")
     parser.add_argument("--tokenizer", help="a directory or a name (default: the model's own)")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: loopback)")
-    parser.add_argument("--port", type=int, default=8100, help="0 for a free one (default 8100)")
+    parser.add_argument("--port", type=port, default=8100, help="0 for a free one (default 8100)")
     parser.add_argument("--rl-url", help="address of the RL worker listing, if it is elsewhere")
     parser.add_argument("--journal", type=Path, help="where to record (default: Rollway's home)")
     text = "wait for the disk before each answer, so that a power cut loses no turn"
@@ -175,7 +175,7 @@ def _add_dash(parser: argparse.ArgumentParser) -> None:
     text = "a gateway's journal, for its conversations (default: that of the stack)"
     parser.add_argument("--journal", type=Path, metavar="FILE", help=text)
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: loopback)")
-    parser.add_argument("--port", type=int, default=8180, help="0 for a free one (default 8180)")
+    parser.add_argument("--port", type=port, default=8180, help="0 for a free one (default 8180)")
     text = "admit only who has a token: that of ROLLWAY_DASH_TOKEN, or a random one"
     parser.add_argument("--token", action="store_true", help=text)
     text = "whether to open a browser (default: if a person starts it)"

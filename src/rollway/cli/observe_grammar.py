@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollway.cli.arguments import Add
+from rollway.cli.arguments import Add, port
 
 
 def add_observe_commands(add: Add) -> None:
@@ -21,7 +21,7 @@ def add_observe_commands(add: Add) -> None:
     text = "with --follow: where to listen (default: loopback)"
     parser.add_argument("--host", default="127.0.0.1", help=text)
     text = "with --follow: 0 for a free one (default 8181)"
-    parser.add_argument("--port", type=int, default=8181, help=text)
+    parser.add_argument("--port", type=port, default=8181, help=text)
     text = "with --follow: admit only who has a token: that of ROLLWAY_DASH_TOKEN, or a random one"
     parser.add_argument("--token", action="store_true", help=text)
     text = "between two scrapes, and between two evaluations of rules (default 5)"

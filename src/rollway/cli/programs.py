@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollway.api import make_spec
-from rollway.cli.output import get_spec_file, print_json, print_progress, print_result, print_table
+from rollway.cli.output import get_spec_file, print_progress, print_result, print_table
 from rollway.config import StackSpec
 from rollway.errors import UsageError, require
 
@@ -79,7 +79,7 @@ def demo(options: argparse.Namespace) -> int:
     require("torch", "transformers", "matplotlib")
     from rollway.demo.run import DemoOptions, run_demo
 
-    report = run_demo(
+    run_demo(
         DemoOptions(
             steps=options.steps,
             seed=options.seed,
@@ -93,8 +93,6 @@ def demo(options: argparse.Namespace) -> int:
             quiet=options.json,
         )
     )
-    if options.json:
-        print_json(report)
     return 0
 
 

@@ -162,7 +162,11 @@ def describe(state: StackState) -> dict[str, Any]:
         "started_at": state.started_at,
         "log_dir": state.log_dir,
         "invitation": state.join_spec,
-        "processes": [asdict(process) for process in state.processes],
+        # Ids as text: JSON readers that use doubles would round the numbers.
+        "processes": [
+            {**asdict(each), "instance": each.instance and str(each.instance)}
+            for each in state.processes
+        ],
         "weight_versions": {},
         "refused_calls": _read_refusals(state),
     }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +28,7 @@ _VISIBLE_ROWS = 15
 
 
 class DemoDisplay:
-    """Prints to stderr, because `--json` uses stdout; with `quiet` it prints nothing."""
+    """Prints to stderr; with `quiet` only the report, as JSON on stdout."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -57,6 +60,8 @@ class DemoDisplay:
             self._console.print("  ".join(f"{cell:>11}" for cell in cells), markup=False)
 
     def summary(self, report: dict[str, Any], directory: Path) -> None:
+        if self._quiet:
+            print(json.dumps(report), flush=True)
         first, last = report["reward_first"], report["reward_last"]
         lines = [
             f"reward {first:.3f} (first 3 steps) -> {last:.3f} (last 5) in "
@@ -73,6 +78,7 @@ class DemoDisplay:
         elif not report["refit"]:
             lines.append("control run: the workers never received the new weights")
         lines.append(f"reports, plot and logs: {directory}")
+        lines.append(f"more: {name_command()} --help")
         for line in lines:
             self.note(line)
 
@@ -83,6 +89,14 @@ class DemoDisplay:
         for cells in self._rows[-_VISIBLE_ROWS:]:
             table.add_row(*cells)
         return table
+
+
+def name_command() -> str:
+    """Return how this shell can call `rollway`: by its name, or by the path of its script."""
+    script, known = Path(sys.executable).with_name("rollway"), shutil.which("rollway")
+    if known is not None and Path(known).resolve() == script.resolve():
+        return "rollway"
+    return os.path.relpath(script)
 
 
 def _cells(step: DemoStep) -> tuple[str, ...]:

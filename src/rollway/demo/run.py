@@ -19,12 +19,14 @@ import random
 import shutil
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -41,7 +43,7 @@ from rollway.demo.placement import (
 )
 from rollway.demo.report import DemoDisplay, save_plot, write_json
 from rollway.demo.task import CountingTask
-from rollway.errors import RolloutError, UsageError
+from rollway.errors import RolloutError, RollwayError, UsageError
 from rollway.fleet.report import RefitReport
 from rollway.fleet.updates import Weights
 from rollway.observe.report import write_report
@@ -118,8 +120,8 @@ class _Run:
     steps: list[DemoStep] = field(default_factory=list)
 
 
-def run_demo(options: DemoOptions) -> dict[str, Any]:
-    """Train, print the table, write report.json, report.html and reward.png; return the report."""
+def run_demo(options: DemoOptions) -> None:
+    """Train, print the table and the result, write report.json, report.html and reward.png."""
     started = time.monotonic()
     run = _prepare(options)
     display = DemoDisplay(quiet=options.quiet)
@@ -141,12 +143,24 @@ def run_demo(options: DemoOptions) -> dict[str, Any]:
         record = stack.record_dir
     versions = {str(instance): version for instance, version in served.items()}
     report = _make_report(run, stack_seconds, time.monotonic() - started, versions)
-    write_json(run.directory / "report.json", report)
-    save_plot(run.directory / "reward.png", report)
+    display.summary(report, run.directory)  # first: a full disk must not lose the result
+    with _name_unwritten(run.directory / "report.json") as path:
+        write_json(path, report)
+    with _name_unwritten(run.directory / "reward.png") as path:
+        save_plot(path, report)
     if record is not None and record.is_dir():
-        write_report([record], run.directory / "report.html")
-    display.summary(report, run.directory)
-    return report
+        with _name_unwritten(run.directory / "report.html") as path:
+            write_report([record], path)
+
+
+@contextmanager
+def _name_unwritten(path: Path) -> Iterator[Path]:
+    """Name what is being written if the disk is full: the system names no file then."""
+    try:
+        yield path
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise RollwayError(f"{path} was not written: {cause}.", "Free some space there.") from error
 
 
 def _prepare(options: DemoOptions) -> _Run:
@@ -166,7 +180,8 @@ def _prepare(options: DemoOptions) -> _Run:
     torch.manual_seed(options.seed)
     # The workers use the same cores, so a second thread mostly waits (0.6 s -> 3 s per step).
     torch.set_num_threads(1)
-    base = build_base(cache_dir() / "demo")
+    with _name_unwritten(cache_dir() / "demo") as base:
+        build_base(base)
     return _Run(
         options=options,
         config=config,
@@ -327,7 +342,8 @@ def _publish(run: _Run, stack: rollway.Stack, version: int) -> Weights:
         return run.publisher.publish(version, list(model.named_parameters()))
     assert stack.run_dir is not None
     directory = stack.run_dir / "weights"  # removed with the stack, also if the demo is killed
-    return publish_checkpoint(directory / f"v{version}", model.save_pretrained)
+    with _name_unwritten(directory / f"v{version}") as path:
+        return publish_checkpoint(path, model.save_pretrained)
 
 
 def describe_weights(weights: Weights) -> str:

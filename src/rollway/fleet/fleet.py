@@ -158,8 +158,8 @@ class Fleet:
             The memory of every worker before and asleep, and the seconds of each step.
 
         Raises:
-            UsageError: an engine without sleep mode, or one that would lose more than a refit
-                brings back; nothing was changed.
+            UsageError: an engine on a GPU without sleep mode, or one that would lose more than a
+                refit brings back; nothing was changed.
             AdminError: a worker refused, or does not answer.
             NoWorkers: no worker is listed.
         """

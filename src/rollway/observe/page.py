@@ -12,11 +12,16 @@ find the port in use. Without the variable nothing is done; between two scrapes 
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import socket
 import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from rollway.config import is_loopback
 from rollway.observe import steps
@@ -31,7 +36,7 @@ ADDRESS, TOKEN = "ROLLWAY_METRICS", "ROLLWAY_METRICS_TOKEN"
 PORT_NAME = "rollway"
 """How a pod names the port of this page, for PodMonitors."""
 _SHORTEST_TOKEN = 16
-_MOST_CONNECTIONS = 64
+_MOST_CONNECTIONS = 16
 _lock = threading.Lock()
 
 
@@ -93,8 +98,38 @@ def _is_recorded(run: Path) -> bool:
 # --- the server ----------------------------------------------------------------------------------
 
 _page = Page()
-_server: _Server | None = None
+_server: ThreadingHTTPServer | None = None
 """Of this process."""
+
+
+class _Server(ThreadingHTTPServer):
+    """Keeps few connections, the newest: each has a thread and a descriptor of the trainer."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._waiting: list[Any] = []
+        """Connections without a whole request, the oldest first."""
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, address: Any) -> None:
+        self._waiting.append(request)
+        if len(self._waiting) > _MOST_CONNECTIONS:
+            with suppress(OSError):
+                self._waiting.pop(0).shutdown(socket.SHUT_RDWR)  # its thread ends
+        super().process_request(request, address)
+
+    def end_waiting(self, request: Any) -> None:
+        with suppress(ValueError):
+            self._waiting.remove(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.end_waiting(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, address: Any) -> None:
+        log.debug("a client of the metrics left", exc_info=True)
 
 
 def serve_if_asked(runs: Path) -> str | None:
@@ -109,11 +144,12 @@ def serve_if_asked(runs: Path) -> str | None:
         _page.directories.add(runs)
         if _server is None:
             try:
-                _server = _Server(text, os.environ.get(TOKEN, ""), _page)
+                _server = _listen(text, os.environ.get(TOKEN, ""), _page)
             except (OSError, ValueError, OverflowError) as error:  # 99999 is no port
                 log.warning("%s=%s: no metrics are served here: %s", ADDRESS, text, error)
                 return None
-        return _server.url
+        host, port = _server.server_address[:2]
+        return f"http://{host!s}:{port}/metrics"
 
 
 def stop() -> None:
@@ -121,44 +157,50 @@ def stop() -> None:
     global _server
     with _lock:
         if _server is not None:
-            _server.close()
+            _server.shutdown()
+            _server.server_close()
             _server = None
 
 
-class _Server:
-    """Serves a page from one thread, with few descriptors: the rest of both is the trainer's."""
+def _listen(text: str, token: str, page: Page) -> ThreadingHTTPServer:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal():
+        raise ValueError("it has no port, as in 127.0.0.1:9400")
+    host = host.strip("[]") or "127.0.0.1"
+    if not is_loopback(host) and len(token) < _SHORTEST_TOKEN:
+        raise ValueError(f"other hosts may read them: set {TOKEN}, with {_SHORTEST_TOKEN} signs")
+    server = _Server((host, int(port)), _make_handler(page, token))
+    threading.Thread(target=server.serve_forever, name="rollway-metrics", daemon=True).start()
+    return server
 
-    def __init__(self, text: str, token: str, page: Page) -> None:
-        # Most trainers serve no page, and need not load a server.
-        from aiohttp import web
 
-        from rollway.gateway.connections import Connections
-        from rollway.observe.dash.access import Access, make_app
-        from rollway.sync import Portal
+def _make_handler(page: Page, token: str) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        server: _Server
+        timeout = 30.0  # a client that sends nothing holds no thread for longer
 
-        host, _, port = text.rpartition(":")
-        if not port.isdecimal():
-            raise ValueError("it has no port, as in 127.0.0.1:9400")
-        host = host.strip("[]") or "127.0.0.1"
-        if not is_loopback(host) and len(token) < _SHORTEST_TOKEN:
-            raise ValueError(
-                f"other hosts may read them: set {TOKEN}, with {_SHORTEST_TOKEN} signs"
-            )
+        def do_GET(self) -> None:
+            self.server.end_waiting(self.connection)
+            if urlsplit(self.path).path != "/metrics":
+                self.send_error(404)
+            elif not _is_admitted(self.headers.get("Authorization", ""), token):
+                self.send_error(401)
+            elif not token and not is_loopback(self.headers.get("Host", "").rpartition(":")[0]):
+                self.send_error(403)  # a page of the web that had its name lead here
+            else:
+                body = page.render().encode()
+                self.send_response(200)
+                self.send_header("Content-Type", PAGE_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
-        async def send(_: web.Request) -> web.Response:
-            return web.Response(text=page.render(), headers={"Content-Type": PAGE_TYPE})
+        def log_message(self, format: str, *arguments: object) -> None:
+            log.debug(format, *arguments)
 
-        connections, app = Connections(_MOST_CONNECTIONS), make_app(Access(token))
-        app.middlewares.insert(0, connections.follow)
-        app.router.add_get("/metrics", send)
-        self._portal = Portal()
-        try:
-            self._listener = self._portal.run(connections.listen(app, host, int(port)))
-        except BaseException:
-            self._portal.close()
-            raise
-        self.url = f"http://{host}:{self._listener.port}/metrics"
+    return Handler
 
-    def close(self) -> None:
-        self._portal.run(self._listener.close())
-        self._portal.close()
+
+def _is_admitted(header: str, token: str) -> bool:
+    sent = header.removeprefix("Bearer ").encode()
+    return not token or hmac.compare_digest(sent, token.encode())

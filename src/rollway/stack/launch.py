@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from rollway.stack.state import StackDir, StackState
 NAME_IN_USE = 3
 """The exit status of a supervisor whose name another supervisor has locked."""
 _POLL_SECONDS = 0.1
+_SPACE_BYTES = 4 << 20
 _GRANDCHILD = """
 trap 'kill -TERM $child 2>/dev/null' TERM
 exec 3<&0
@@ -47,6 +49,7 @@ def spawn_supervisor(
     )
     log = private.open_file(directory.path / "supervisor.log", os.O_WRONLY | os.O_TRUNC)
     with os.fdopen(log, "wb") as output:
+        _reserve_space(log, directory)
         their_end, our_end = os.pipe()
         command = [sys.executable, "-c", code, str(their_end)]
         supervisor = subprocess.Popen(
@@ -63,6 +66,19 @@ def spawn_supervisor(
         supervisor.stdin.write(spec.model_dump_json().encode())
         supervisor.stdin.close()
     return supervisor, our_end
+
+
+def _reserve_space(log: int, directory: StackDir) -> None:
+    """Refuse to start on a full disk: the stack could write neither a state nor why it failed."""
+    try:
+        os.posix_fallocate(log, 0, _SPACE_BYTES)
+        os.ftruncate(log, 0)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StartError(
+                f"{directory.path} has no space for the state and the logs: {error.strerror}.",
+                "Free some space, or set ROLLWAY_HOME to a directory on another disk.",
+            ) from error
 
 
 def wait_until_ready(

@@ -177,6 +177,26 @@ def test_errors_of_the_system_are_explained(
         assert "The system refused: Permission denied: /x." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["dash", "--port"],
+        ["gateway", "--port"],
+        ["observe", "export", "prometheus", "--out", "x", "--port"],
+        ["prime-rl", "serve", "--port"],
+        ["prime-rl", "serve", "--admin-port"],
+    ],
+)
+@pytest.mark.parametrize("port", ["99999", "-1", "x"])
+def test_a_port_that_is_none_is_refused(
+    arguments: list[str], port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, port])
+    assert end.value.code == 2
+    assert f"{port} is not a port: give 0 to 65535." in capsys.readouterr().err
+
+
 def test_wrong_timeouts_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "ls", "http://127.0.0.1:9", "--timeout", "pause=soon"]) == 2
     assert "--timeout pause=soon" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollway.cli import main
+from rollway.observe.record import Recorder
 from tests.observe.make_run import write_run
 
 
@@ -36,6 +37,18 @@ def test_the_newest_run_needs_no_name(runs: Path, capsys: pytest.CaptureFixture[
     write_run(runs / "third", workers=1, seconds=100)
     assert main(["report", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["file"].endswith("third.html")
+
+
+def test_a_run_that_is_still_recorded_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder(tmp_path / "run-1", "supervisor", stack="s", run="run-1")
+    recorder.write("event", event="start")
+    recorder.flush()
+    assert main(["report", "run-1"]) == 0
+    assert "; it runs; " in capsys.readouterr().out
+    recorder.close()
 
 
 def test_two_runs_are_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,17 @@ def test_it_prints_once_into_a_pipe(
         assert word in text
 
 
+def test_a_damaged_record_is_printed_as_far_as_it_goes(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rate is infinite: its time was torn to the smallest number there is."""
+    (record,) = run_dir.glob("driver-*.jsonl")
+    line = '{"kind": "rollouts", "t": 1700000029.0, "seconds": 5e-324, "count": 9, "tokens": 9}\n'
+    record.write_text(record.read_text() + line)
+    assert main(["top", "--run", str(run_dir), "--once"]) == 0
+    assert "Fleet: 2 of 2 workers serve" in capsys.readouterr().out
+
+
 def test_without_textual_it_names_the_extra(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,7 +113,9 @@ def test_what_is_wrong_is_logged_and_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    for address, text in (("127.0.0.1", "no port"), ("0.0.0.0:0", page.TOKEN)):
+    for address, text in (
+        ("127.0.0.1", "no port"), ("0.0.0.0:0", page.TOKEN), ("127.0.0.1:99999", "0-65535"),
+    ):  # fmt: skip
         monkeypatch.setenv(page.ADDRESS, address)
         assert page.serve_if_asked(tmp_path) is None
         assert text in caplog.messages[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass, field
 
 MOST_POINTS = 1_200
@@ -18,7 +19,10 @@ class Series:
 
     def add(self, t: float, value: float) -> None:
         """Add a point; processes write their records apart, so one may come late. More digits than
-        a plot shows would only be sent."""
+        a plot shows would only be sent. A rate of a damaged record may be infinite: it is left out.
+        """
+        if not math.isfinite(value):
+            return
         t, value = round(t, 3), float(f"{value:.6g}")
         if not self.times or t > self.times[-1]:
             self.times.append(t)

@@ -16,7 +16,7 @@ from rollway.observe.report.compare import compare, list_figures
 from rollway.observe.report.findings import find_all
 from rollway.observe.report.page import describe_run, list_notes, render_report
 from rollway.observe.report.summary import Summary, read_summary
-from rollway.observe.runs import get_last_write, list_runs
+from rollway.observe.runs import get_last_write, is_alive, list_runs, read_headers
 from rollway.stack.state import home
 
 __all__ = ["Summary", "describe_report", "leave_reports", "read_summary", "write_report"]
@@ -27,6 +27,9 @@ _MOST_REPORTS = 50
 def write_report(directories: Sequence[Path], out: Path) -> list[Summary]:
     """Read one run, or two, write their report, and return what was read."""
     summaries = [read_summary(directory) for directory in directories]
+    for summary, run in zip(summaries, directories, strict=True):
+        if not summary.ended and any(is_alive(header, run) for header in read_headers(run)):
+            summary.ended = "running"
     text = render_report(summaries)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ def describe_run(summary: Summary) -> str:
     """Return when a run was, and how it ended."""
     if summary.first is None:
         return "Nothing was recorded."
-    ends = {"": "its record stops without an end", "failed": "it failed"}
+    ends = {"": "its record stops without an end", "failed": "it failed", "running": "it runs"}
     end = ends.get(summary.ended, "it was stopped")
     version = f", Rollway {summary.rollway}" if summary.rollway else ""
     return (
