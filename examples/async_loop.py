@@ -26,7 +26,7 @@ async def train(stack: rollway.aio.Stack, path: str, versions: range) -> list[ro
             await asyncio.to_thread(optimizer.step)  # here a trainer learns from the groups
             offer = await weights.publish(version, model.named_parameters())
             # Running rollouts are interrupted, and resume on the new weights.
-            await stack.refit(version, offer, mode="in-flight")
+            await stack.refit(offer, mode="in-flight")
             used += [rollout for group in groups for rollout in group]
     return used
 

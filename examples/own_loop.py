@@ -17,11 +17,11 @@ def reward(token_ids: list[int]) -> float:
     return sum(token % 2 for token in token_ids) / len(token_ids)
 
 
-def train(stack: rollway.Stack, path: str, versions: range) -> None:
+def train(stack: rollway.Stack, path: str, steps: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with stack.publisher() as weights:  # chooses how weights reach the workers
-        for version in versions:
+        for _ in range(steps):
             group = stack.rollouts().generate(PROMPT, rollway.Sampling(max_tokens=16), n=8)
             rewards = torch.tensor([reward(rollout.token_ids) for rollout in group])
             optimizer.zero_grad()
@@ -31,10 +31,10 @@ def train(stack: rollway.Stack, path: str, versions: range) -> None:
                 sampled = logprobs.gather(-1, ids[0, len(PROMPT) :, None])
                 (-advantage * sampled.mean()).backward()
             optimizer.step()
-            stack.refit(version, weights.publish(version, model.named_parameters()))
-            print(f"version {version}: mean reward {rewards.mean():.3f}")
+            stack.refit(weights.publish(stack.next_version, model.named_parameters()))
+            print(f"version {stack.version}: mean reward {rewards.mean():.3f}")
 
 
 if __name__ == "__main__":
     with rollway.up(model=sys.argv[1], workers=2) as running:
-        train(running, sys.argv[1], range(1, 11))
+        train(running, sys.argv[1], steps=10)

@@ -317,8 +317,8 @@ class Stack:
 
     async def refit(
         self,
-        version: int,
-        update: Weights,
+        version: int | Weights,
+        update: Weights | None = None,
         *,
         model: str | None = None,
         mode: RefitMode = "pause-all",
@@ -331,7 +331,8 @@ class Stack:
         Once it has returned, the trainer may change the published weights again.
 
         Args:
-            version: the number of the version, higher than all before.
+            version: the number of the version, higher than all before. It may be left out: an offer
+                has its own, and a checkpoint directory gets `next_version`.
             update: an offer of a publisher, or a checkpoint directory that all workers can read.
             model: the name of a served model; None for the only one.
             mode: "pause-all" pauses all workers at once, after running requests have finished;
@@ -346,17 +347,31 @@ class Stack:
 
         Raises:
             RefitError: not every worker serves the version; its `report` says which do.
-            UsageError: a version that is not new, or weights that do not fit the model.
+            UsageError: a version that is not new or not the offer's, or weights that do not fit
+                the model.
             WeightsError: published weights that are damaged, incomplete or gone.
 
         Example:
-            report = stack.refit(step, weights.publish(step, model.named_parameters()))
+            report = stack.refit(weights.publish(stack.next_version, model.named_parameters()))
         """
         model = self._find_model(model)
-        async with self._publishers.complete(version, update, model):
+        async with self._publishers.complete(version if update is None else update, model):
             return await self._fleets[model].refit(
                 version, update, mode=mode, share=share, expected=expected, allow_cast=allow_cast
             )
+
+    @property
+    def version(self) -> int | None:
+        """The version of new rollouts of the only model, as far as this process knows: 0 before the
+        first refit, None where workers declare none. Another process's refit is known once the
+        workers were asked, as by a rollout or `Fleet.read_versions`."""
+        return self.fleet.versions.current
+
+    @property
+    def next_version(self) -> int:
+        """The number for the next refit of the only model, above all that this process knows and
+        all that the stack's record has."""
+        return self.fleet.next_version
 
     async def sleep(
         self, level: int = 1, mode: Literal["wait", "abort"] = "wait", *, model: str | None = None

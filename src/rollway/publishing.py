@@ -127,7 +127,7 @@ class OpenPublishers:
         self._models[publisher] = model
 
     @contextlib.asynccontextmanager
-    async def complete(self, version: int, update: Weights, model: str) -> AsyncIterator[None]:
+    async def complete(self, update: Weights | int, model: str) -> AsyncIterator[None]:
         """Complete the sending of weights whose refit the block runs.
 
         A publisher that sends while workers receive must learn that the refit failed, and the
@@ -139,8 +139,8 @@ class OpenPublishers:
             if sender is not None:
                 sender.cancel()
             raise
-        if sender is not None:
-            await asyncio.to_thread(sender.wait, version)
+        if sender is not None and isinstance(update, Offer):
+            await asyncio.to_thread(sender.wait, update.version)
 
     def _find_sender(self, offer: Offer, model: str) -> Publisher | None:
         """Return the publisher of an offer, if it was opened here and is still sending.

@@ -221,6 +221,19 @@ class Stack(Blocking[AsyncStack]):
     context_length = blocking(AsyncStack.context_length)
 
     @property
+    def version(self) -> int | None:
+        """The version of new rollouts of the only model, as far as this process knows: 0 before the
+        first refit, None where workers declare none. Another process's refit is known once the
+        workers were asked, as by a rollout or `Fleet.read_versions`."""
+        return self._async.version
+
+    @property
+    def next_version(self) -> int:
+        """The number for the next refit of the only model, above all that this process knows and
+        all that the stack's record has."""
+        return self._async.next_version
+
+    @property
     def fleet(self) -> Fleet:
         """The workers of the only model; `fleet_of` returns those of one of several."""
         return self.fleet_of(None)
@@ -265,9 +278,9 @@ class Stack(Blocking[AsyncStack]):
 
         Example:
             with rollway.up(model=path, workers=2) as stack, stack.publisher() as weights:
-                for step in range(1, steps):
+                for _ in range(steps):
                     train()
-                    stack.refit(step, weights.publish(step, model.named_parameters()))
+                    stack.refit(weights.publish(stack.next_version, model.named_parameters()))
         """
         workers = self.fleet_of(model).workers()
         return self._async.open_publisher(

@@ -213,14 +213,15 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(
     half = {other: tensor for other, tensor in tensors.items() if other != name}
     elsewhere = {other.replace("layers.0", "layers.7"): t for other, t in tensors.items()}
     with ShmPublisher() as publisher:
-        for wrong, words in (
-            (wide, "has shape"),
-            (half, "only one of lora_A and lora_B"),
-            (elsewhere, "the served model has no layer for"),
+        for number, wrong, words in (
+            (1, wide, "has shape"),
+            (2, half, "only one of lora_A and lora_B"),
+            (3, elsewhere, "the served model has no layer for"),
         ):
+            offer = publisher.publish(number, wrong.items())
             with pytest.raises(UsageError, match=words):
-                stack.fleet.load_adapter("style", 3, publisher.publish(3, wrong.items()), CONFIG)
-        offer = publisher.publish(3, tensors.items())
+                stack.fleet.load_adapter("style", 3, offer, CONFIG)
+        offer = publisher.publish(4, tensors.items())
         with pytest.raises(UsageError, match="max_lora_rank"):
             stack.fleet.load_adapter("style", 3, offer, {**CONFIG, "r": 16})
         with pytest.raises(UsageError, match="alpha_pattern"):

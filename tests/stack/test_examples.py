@@ -49,7 +49,7 @@ def test_a_custom_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     numbers = use_two(versions)
-    load_example("own_loop", monkeypatch).train(vllm_stack, str(base_model), numbers)
+    load_example("own_loop", monkeypatch).train(vllm_stack, str(base_model), len(numbers))
     (rollout,) = vllm_stack.rollouts().generate([40, 50, 60], SHORT)
     assert rollout.weight_version == numbers[-1]
 

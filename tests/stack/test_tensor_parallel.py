@@ -121,7 +121,7 @@ def test_a_refused_offer_leaves_no_answer_of_a_rank_behind(
         wrong = {name: torch.zeros(3) for name in tensors(policies[0])}
         for _ in range(2):
             with pytest.raises(rollway.UsageError, match="does not fit the model"):
-                stack.refit(next(_versions), publisher.publish(next(_versions), wrong.items()))
+                stack.refit(publisher.publish(next(_versions), wrong.items()))
         version, offer = publish(publisher, policies)
         stack.refit(version, offer)
         assert_serves(stack, policies[version % len(policies)], version)

@@ -232,7 +232,7 @@ class SendingPublisher(rollway.Publisher):
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def publish(self, version: int, tensors: Any = None) -> rollway.Offer:
+    def _publish(self, version: int, tensors: Any = None) -> rollway.Offer:
         return rollway.Offer("collective", version, "identity", 1, {}, repeatable=False)
 
     def wait(self, version: int, seconds: float | None = None) -> None:

@@ -106,6 +106,21 @@ def finish_fingerprints(started: Sequence[Started]) -> list[int]:
     ]
 
 
+def list_non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that have NaN or infinity.
+
+    Either of them stays in a sum, which takes as long as a fingerprint of words, needs no memory,
+    and is waited for once. A sum that is not finite may also be too large: that tensor is read
+    once more."""
+    known = {DTYPES[name] for name in _CAST}
+    floats = {name: t.detach() for name, t in tensors.items() if t.dtype in known and t.numel()}
+    if not floats:
+        return []
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in floats.values()])
+    suspects = [n for n, ok in zip(floats, sums.isfinite().tolist(), strict=True) if not ok]
+    return [name for name in suspects if not floats[name].isfinite().all()]
+
+
 def _combine(sums: list[int]) -> int:
     """Return the fingerprint of a sum of words, or of the sums of elements and their squares."""
     if len(sums) == 1:
@@ -225,6 +240,12 @@ class Proof:
             if target is not None and name not in self.by_sum:
                 return name
         return ""
+
+    def list_non_finite(self, model: torch.nn.Module) -> list[str]:
+        """Return the collected tensors of which a parameter of the model has NaN or infinity; of
+        tensors that form one parameter, all."""
+        names = list_non_finite(_list_parameters(model))
+        return [part for n in names if n in self._groups for part, _ in self._groups[n].parts]
 
     def list_fingerprints(self) -> dict[str, int]:
         """Return the fingerprints of this rank's parameters after `measure`."""

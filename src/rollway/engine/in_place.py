@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from rollway.engine import memory
-from rollway.engine.fingerprint import Proof
+from rollway.engine.fingerprint import Proof, list_non_finite
 from rollway.engine.incoming import Incoming, Stopwatch, zero_pad_all
 from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers
 from rollway.engine.loading import LoadPlan, Region, get_plan, record_plan
@@ -122,6 +122,7 @@ class InPlace:
             why_not = "the device's memory does not hold it"
         else:
             self._placement = "patch"
+            incoming.note_non_finite(self._copies.list_non_finite())
             self._why_placed = f"{self._copies.count} elements changed since the served version"
             return True
         self._why_no_patch = f"no patch, because {why_not}" if why_not else ""
@@ -219,6 +220,7 @@ class InPlace:
                     pass
             raise
         self._proof.finish_collecting()
+        self._incoming.note_non_finite(list_non_finite(self._tensors))
 
     def _reload(self, model: torch.nn.Module) -> None:
         """Let vLLM load the whole model, or the layers that have no plan."""

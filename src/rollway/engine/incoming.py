@@ -8,6 +8,7 @@ verification after the load would fail.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,9 @@ from rollway.weights.layout import Box, Shape, Slices
 from rollway.weights.offer import Offer
 from rollway.weights.planning.targets import EngineRank, engine_ranks, part_of
 from rollway.weights.transports.base import Reader, never
+
+ALLOW_NON_FINITE = "ROLLWAY_ALLOW_NON_FINITE"
+"""The environment variable by which a user has workers serve NaN and infinity."""
 
 
 @dataclass(slots=True)
@@ -49,6 +53,8 @@ class Incoming:
     slices: Slices = field(default_factory=Slices)
     """What this rank receives; everything until `restrict` was called."""
     abandoned: threading.Event = field(default_factory=threading.Event)
+    is_finite: bool = False
+    """Whether all values that this rank received are known to be finite."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -73,6 +79,16 @@ class Incoming:
             if self.abandoned.is_set():
                 raise RuntimeError(f"version {self.offer.version} was discarded")
             yield pair
+
+    def note_non_finite(self, names: list[str]) -> None:
+        """Note which tensors have NaN or infinity. Raise if there are any, unless the user allows
+        them: nobody would see it before the log-probs."""
+        self.is_finite = not names
+        if names and os.environ.get(ALLOW_NON_FINITE) != "1":
+            raise RuntimeError(
+                f"{', '.join(names[:3])} of version {self.offer.version} has NaN or infinity. Look "
+                f"at the training step, or set {ALLOW_NON_FINITE}=1 in the model's `env`"
+            )
 
     def finish(self) -> None:
         """Let the reader know that the version is served and no view of it is used any more."""

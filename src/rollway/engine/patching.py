@@ -17,7 +17,7 @@ import torch
 
 from rollway.engine import memory
 from rollway.engine.background import use_one_core
-from rollway.engine.fingerprint import Proof
+from rollway.engine.fingerprint import Proof, list_non_finite
 from rollway.engine.incoming import Incoming
 from rollway.engine.loading import LoadPlan, PlannedCopy, Region, get_plan, record_plan
 from rollway.errors import WeightsError
@@ -174,6 +174,7 @@ class Patch:
         ):
             raise NoPatch("the model's parameters changed their shapes")
         self._live = {name: integers(live[name]) for name in plan.shapes}
+        self._dtypes = {name: live[name].dtype for name in plan.shapes}
         self._translations: dict[str, list[Translation]] = {}
         for copy in plan.copies:
             translation = Translation.of(copy, elements[copy.tensor])
@@ -226,6 +227,12 @@ class Patch:
         for dtype, device in {(bits.dtype, bits.device) for _, bits in self._staged.values()}:
             scratch = torch.zeros(8, dtype=dtype, device=device)
             scratch.scatter_(0, torch.arange(8, device=device), scratch.clone())
+
+    def list_non_finite(self) -> list[str]:
+        """Return the parameters that would get NaN or infinity."""
+        return list_non_finite(
+            {name: bits.view(self._dtypes[name]) for name, (_, bits) in self._staged.items()}
+        )
 
     def run(self) -> None:
         """Write; on a GPU this only starts the writes."""

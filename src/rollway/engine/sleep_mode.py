@@ -154,6 +154,8 @@ def prepare_sleep(worker: Any, level: int) -> None:
         if not staging.stop(_STOP_SECONDS):
             raise AsleepError("weights are still being staged")
         worker._rollway_staging = None
+    if torch.cuda.is_available():
+        worker._rollway_kv_in_doubt = False  # the device takes the memory of the KV cache
     if level == 2:
         set_served(worker, None)  # a patch needs the old weights
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from rollway.engine.background import BackgroundTask, release_frames
 from rollway.engine.fingerprint import Proof
@@ -156,6 +157,7 @@ class Staging:
         method = self._get_method()
         began = time.perf_counter()
         steps = method.swap()
+        clear_kv_after_non_finite(self.incoming)
         if self.incoming.scales is not None:
             self.incoming.scales.install()
         else:
@@ -217,6 +219,19 @@ class Staging:
                 self._release()
 
 
+def clear_kv_after_non_finite(incoming: Incoming) -> None:
+    """Clear the memory of the KV cache if the version that leaves may have filled it with NaN.
+
+    vLLM's attention on CPU multiplies what lies behind the end of a sequence by zero, and that is
+    NaN: blocks of a later version would be spoilt by what was freed there."""
+    worker = incoming.worker
+    if getattr(worker, "_rollway_kv_in_doubt", False):
+        with torch.inference_mode():
+            for memory in tree_leaves(getattr(worker.model_runner, "kv_caches", [])):
+                memory.zero_()
+    worker._rollway_kv_in_doubt = not incoming.is_finite
+
+
 class Exchange:
     """Loads a second model beside the serving one and exchanges their parameters."""
 
@@ -244,6 +259,8 @@ class Exchange:
                 shadow.load(zero_pad_all(incoming.slices, proof.collect(tensors)))
             with incoming.measure("prove"):
                 self._verify(proof, shadow.model)
+        assert self._proof is not None
+        incoming.note_non_finite(self._proof.list_non_finite(shadow.model))
         with incoming.measure("prepare"):
             shadow.prepare()
             if incoming.draft is not None:

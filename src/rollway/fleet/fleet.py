@@ -231,8 +231,8 @@ class Fleet:
 
     async def refit(
         self,
-        version: int,
-        update: Weights,
+        version: int | Weights,
+        update: Weights | None = None,
         *,
         mode: RefitMode = "pause-all",
         share: float = 0.5,
@@ -246,7 +246,7 @@ class Fleet:
         publisher takes part; prefer it.
 
         Args:
-            version: the number of the version, higher than all before.
+            version: the number of the version, which may be left out, see `Stack.refit`.
             update: an offer of a publisher, or a checkpoint directory that all workers can read.
             mode: "pause-all", "rolling" or "in-flight", see `Stack.refit`.
             share: with "rolling", the share of the workers that is updated at a time.
@@ -267,9 +267,11 @@ class Fleet:
                 f"A refit is not possible with mode {mode!r} and share {share!r}.",
                 f"Modes are {', '.join(get_args(RefitMode))}; a share is above 0 and at most 1.",
             )
-        chosen = await self._recipes.make_update(update, allow_cast, needs_config)
+        number, weights = _split_version(version, update)
+        chosen = await self._recipes.make_update(weights, allow_cast, needs_config)
         async with self._wait_for_turn(), self._guard():
             self._labels.learn_claims()
+            version = await self.choose_version("") if number is None else number
             async with self._run(version, chosen, expected) as (refit, recording):
                 refit.mode, refit.share = mode, share
                 try:
@@ -277,6 +279,12 @@ class Fleet:
                 finally:
                     if refit.is_claimed and self.versions.newest == version:
                         self._recipes.put(version, chosen)
+
+    @property
+    def next_version(self) -> int:
+        """A version that is above all that this process knows, and all that others claimed."""
+        self._labels.learn_claims()
+        return self.versions.choose_version("")
 
     async def choose_version(self, identity: str) -> int:
         """Return the version for a refit to these weights, for a trainer that repeats its steps:
@@ -438,3 +446,21 @@ class Fleet:
 
     async def _forget(self, worker: Worker) -> None:
         self.versions.forget(worker.instance_id)
+
+
+def _split_version(version: int | Weights, update: Weights | None) -> tuple[int | None, Weights]:
+    """Return the arguments of a refit; the version is None where neither they nor the offer have
+    one."""
+    if update is None and not isinstance(version, int):
+        return (version.version if isinstance(version, Offer) else None), version
+    if update is None or not isinstance(version, int):
+        raise UsageError(
+            f"A refit is not possible with version {version!r} and weights {update!r}.",
+            "Pass an offer or a checkpoint directory, or a whole number and one of them.",
+        )
+    if isinstance(update, Offer) and update.version != version:
+        raise UsageError(
+            f"The offer is of version {update.version}, and not of {version}.",
+            "Pass the offer alone, or publish it under the number of the refit.",
+        )
+    return version, update

@@ -1,7 +1,7 @@
 """Where new weights come from: an `Update` is what a refit applies to every worker.
 
 `FromDisk` loads a checkpoint directory. `Offered` holds weights that a publisher of
-`rollway.weights` has announced. `FromEngineMethod` runs a method of the user's engine extension.
+`rollway.weights` has announced.
 Every update is checked before any worker is touched. Workers with Rollway's extension even stage it
 while they generate: they load and verify the weights beside the served model, and the pause is only
 a swap. A staged update that will not be applied is discarded, because it is a second model in the
@@ -11,7 +11,6 @@ worker's memory.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -338,42 +337,6 @@ async def swap(admin: AdminAPI, worker: Worker, offer: Offer, version: int) -> N
 async def unstage(admin: AdminAPI, worker: Worker, offer: Offer) -> None:
     """Have a worker free these staged weights; weights of another offer stay."""
     await admin.call(worker, UNSTAGE_METHOD, {"identity": offer.identity})
-
-
-@dataclass(slots=True)
-class FromEngineMethod:
-    """Weights that a method of the user's engine extension (`--worker-extension-cls`) fetches."""
-
-    method: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
-    """Names the set of weights: two updates with the same name hold the same weights."""
-    repeatable: bool = False
-
-    @property
-    def identity(self) -> str:
-        return self.name or json.dumps([self.method, self.arguments], sort_keys=True, default=str)
-
-    async def prepare(self) -> None:
-        if not self.method.isidentifier():
-            raise UsageError(f"`{self.method}` cannot be the name of an engine method.")
-
-    async def preflight(
-        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
-    ) -> Preflight:
-        return Preflight(verifies_itself=False)
-
-    def is_staged_in(self, worker: Worker) -> bool:
-        return False
-
-    async def check_unchanged(self) -> None:
-        """Do nothing: only the engine's method knows the weights."""
-
-    async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
-        await admin.update_distributed(worker, version, self.method, self.arguments)
-
-    async def discard(self, admin: AdminAPI, worker: Worker) -> None:
-        """Do nothing: the engine fetches the weights only in `apply`."""
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import errno
 import gc
 import itertools
 import json
+import math
 import threading
 import weakref
 from pathlib import Path
@@ -232,6 +233,40 @@ def test_a_staged_tensor_that_is_damaged_is_refused_before_the_pause(
     monkeypatch.setattr(memory.StagedTensors, "put", damage)
     report = stage(make_staging(worker, FakeReader(tensors)))
     assert report["state"] == "failed" and "model.norm.weight" in report["error"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_tensor_that_is_not_finite_is_refused_before_the_pause(
+    shares: bool, value: float, worker: Any, tensors: Tensors
+) -> None:
+    tensors["model.norm.weight"][3] = value
+    before = parameters_of(worker.model_runner.get_model())
+    report = stage(make_staging(worker, FakeReader(tensors, shares=shares, has_sums=True)))
+    assert report["state"] == "failed" and is_serving(worker, before)
+    assert report["error"].startswith("model.norm.weight of version 3 has NaN or infinity")
+
+
+def test_numbers_whose_sum_is_too_large_are_accepted(worker: Any, tensors: Tensors) -> None:
+    tensors["model.norm.weight"].fill_(3e38)
+    assert stage(make_staging(worker, FakeReader(tensors)))["state"] == "ready"
+
+
+def test_the_kv_cache_is_cleared_when_a_version_that_is_not_finite_leaves(
+    worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLWAY_ALLOW_NON_FINITE", "1")
+    cache = worker.model_runner.kv_caches = [torch.ones(4), [torch.ones(2)]]
+    cleared = []
+    for value in (1.0, math.nan, 1.0, 1.0):
+        tensors["model.norm.weight"][3] = value
+        staging = make_staging(worker, FakeReader(tensors))
+        assert stage(staging)["state"] == "ready"
+        staging.swap()
+        cleared.append(not cache[0].any() and not cache[1][0].any())
+        cache[0].fill_(1)
+        cache[1][0].fill_(1)
+    assert cleared == [False, False, True, False]
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -230,6 +230,14 @@ def test_the_same_weights_again_change_nothing(fleet: Fleet) -> None:
     fleet.assert_serving()
 
 
+def test_a_patch_that_is_not_finite_is_refused_before_the_pause(fleet: Fleet) -> None:
+    fleet.refit(fleet.publish())
+    fleet.tensors["model.norm.weight"][3] = torch.nan
+    _, report = fleet.stage(fleet.publish(share=0.0))
+    assert report["state"] == "failed"
+    assert report["error"].startswith("model.norm.weight of version 2 has NaN or infinity")
+
+
 def test_a_tensor_that_changed_everywhere_is_patched(fleet: Fleet) -> None:
     fleet.refit(fleet.publish())
     fleet.tensors["model.norm.weight"] = fleet.tensors["model.norm.weight"] + 1

@@ -175,9 +175,9 @@ def test_shared_memory_is_unpinned_before_it_is_unmapped(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # the reader pins nothing
     publisher, reader = ShmPublisher(keep=1, directory=tmp_path), ShmReader(tmp_path)
     (slot,) = publisher._slots
-    for size in (10, 10, 5000):
+    for version, size in enumerate((10, 10, 5000)):
         values = torch.randn(size)
-        offer = publisher.publish(size, iter([("a", values)]))
+        offer = publisher.publish(version, iter([("a", values)]))
         assert all(torch.equal(tensor, values) for _, tensor in reader.tensors(offer))
         slot.pin(torch.device("cpu"))
         assert slot.is_pinned() and list(cudart.pinned) == [slot.memory.data_ptr()]  # type: ignore[union-attr]

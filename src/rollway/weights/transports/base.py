@@ -76,9 +76,10 @@ class Publisher(ABC):
     """
 
     transport: Transport
+    _newest: int | None = None
+    _closed = False
 
-    @abstractmethod
-    def publish(self, version: int, tensors: Source | None = None) -> Offer:
+    def publish(self, /, version: int, tensors: Source | None = None, **options: Any) -> Offer:
         """Publish a version and return its offer, which a refit distributes to the workers.
 
         Transports that copy do so before they request the next tensor from an iterator, so a
@@ -88,12 +89,23 @@ class Publisher(ABC):
             version: the number of the version, higher than all before.
             tensors: pairs of name and tensor, for example `model.named_parameters()`, or the
                 result of `from_module` or `from_megatron`; None for the adopted tensors.
+            **options: collective: `receivers`, as in `expect`; nixl: `timeout`, in seconds.
 
         Raises:
-            UsageError: no tensors, an old version, or tensors that this transport cannot
-                publish.
+            UsageError: no tensors, an old version, tensors that this transport cannot publish, or
+                a publisher that is closed.
             WeightsError: the version cannot be written.
         """
+        if self._closed:
+            raise UsageError("This publisher is closed.", "Publish inside its `with` block.")
+        check_next(version, self._newest)
+        offer = self._publish(version, tensors, **options)
+        self._newest = version
+        return offer
+
+    @abstractmethod
+    def _publish(self, version: int, tensors: Source | None) -> Offer:
+        """Publish a version that is known to be new."""
 
     def adopt(self, tensors: Iterable[NamedTensor]) -> None:
         """Publish these parameters from their own memory from now on, without a copy.
@@ -139,10 +151,18 @@ class Publisher(ABC):
         """
 
     def cancel(self) -> None:
-        """End the transfer in progress, for example after a refit that failed."""
+        """End the transfer in progress, for example after a refit that failed. Its version may be
+        published again."""
+        self._newest = None if self._newest is None else self._newest - 1
 
     def close(self) -> None:
         """Release the published versions, with their memory and connections."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def _close(self) -> None:
+        """Release them."""
 
     def __enter__(self) -> Self:
         return self
@@ -371,6 +391,8 @@ def check_retention(keep_recent: int, max_off_policy_steps: int) -> None:
 
 def check_next(version: int, latest: int | None) -> None:
     """Refuse a version that does not grow: readers regard the highest as the newest."""
+    if type(version) is not int:
+        raise UsageError(f"A version is a whole number, and not {version!r}.", "Count upwards.")
     if version < 0 or (latest is not None and version <= latest):
         raise UsageError(
             f"Version {version} cannot follow version {latest}.",

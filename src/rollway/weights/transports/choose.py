@@ -215,7 +215,7 @@ class AutomaticPublisher(Publisher):
         self.choice: Choice | None = None
         """The transport and the reason for it; None before the first tensors."""
 
-    def publish(self, version: int, tensors: Source | None = None) -> Offer:
+    def _publish(self, version: int, tensors: Source | None = None) -> Offer:
         publisher = self._publisher
         if publisher is None:
             publisher, tensors = self._open(tensors)
@@ -238,7 +238,7 @@ class AutomaticPublisher(Publisher):
         if self._publisher is not None:
             self._publisher.cancel()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
 

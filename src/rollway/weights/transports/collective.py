@@ -96,7 +96,7 @@ class CollectivePublisher(Publisher):
         """Set how many receivers will join; every tensor-parallel rank of every worker is one."""
         self._receivers = receivers
 
-    def publish(
+    def _publish(
         self, version: int, tensors: Source | None = None, receivers: int | None = None
     ) -> Offer:
         """Announce a version; it is sent once all expected receivers have joined.
@@ -151,10 +151,11 @@ class CollectivePublisher(Publisher):
             raise transfer.error
 
     def cancel(self) -> None:
+        super().cancel()
         if self._transfer is not None:
             self._transfer.cancelled.set()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """End the transfer in progress; return when it has ended."""
         self.cancel()
         if self._transfer is not None:

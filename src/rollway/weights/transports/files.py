@@ -87,7 +87,7 @@ class FilesPublisher(Publisher):
         root.mkdir(parents=True, exist_ok=True)
         self._clean()
 
-    def publish(self, version: int, tensors: Source | None = None) -> Offer:
+    def _publish(self, version: int, tensors: Source | None = None) -> Offer:
         """Write a version, then remove those that are too old."""
         source = inspect_source(tensors)
         check_next(version, max(self.versions(), default=None))
@@ -114,7 +114,7 @@ class FilesPublisher(Publisher):
         """Return the directory of a version."""
         return self._root / f"v{version}"
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Remove a temporary root; other versions stay."""
         if self._guard is not None:
             self._guard.close()

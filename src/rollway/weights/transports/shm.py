@@ -159,7 +159,7 @@ class ShmPublisher(Publisher):
         """The size of the last version; mostly, the next one is as large."""
         self._guard = leftovers.Guard(*(path for slot in slots for path in slot.paths))
 
-    def publish(self, version: int, tensors: Source | None = None) -> Offer:
+    def _publish(self, version: int, tensors: Source | None = None) -> Offer:
         if tensors is None and self._adopted:
             return self._publish_adopted(version)
         source = inspect_source(tensors)
@@ -188,7 +188,7 @@ class ShmPublisher(Publisher):
             parameter.data = view
         self._adopted = {name: parameter.data for name, parameter in parameters.items()}
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Remove all versions; readers keep the memory that they have mapped."""
         self._copier.close()
         for slot in (self._adopted_slot, *self._slots):

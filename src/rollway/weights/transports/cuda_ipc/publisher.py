@@ -125,7 +125,7 @@ class CudaIpcPublisher(Publisher):
         self._placed: InPlace | None = None
         """Where the parameters of the last version in place are."""
 
-    def publish(self, version: int, tensors: Source | None = None) -> Offer:
+    def _publish(self, version: int, tensors: Source | None = None) -> Offer:
         """Publish a version; no more than one bucket's tensors are held at a time."""
         if tensors is None and self._adopted is not None:
             return self._publish_adopted(version, self._adopted)
@@ -164,7 +164,7 @@ class CudaIpcPublisher(Publisher):
         if not self._keep_open:
             self._placed = None  # it refers to the parameters, which the trainer frees next
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Remove all versions."""
         self._guard.close()
         for slot in (*self._slots, self._adopted_slot, self._own_slot, self._rest):

@@ -103,7 +103,7 @@ class DeltaPublisher(Publisher):
         }
         self._remove_orphans()
 
-    def publish(self, version: int, tensors: Source | None = None) -> Offer:
+    def _publish(self, version: int, tensors: Source | None = None) -> Offer:
         """Write a version; pass every tensor of the model, and change none meanwhile."""
         check_next(version, max(self.versions.list_versions(), default=None))
         if tensors is None:
@@ -132,7 +132,7 @@ class DeltaPublisher(Publisher):
         root = str(self._store.root.resolve())
         return Offer("delta", version, manifest.identity, manifest.nbytes, {"root": root})
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Free the copy of the last version, and remove a temporary store."""
         self._held, self._running, self._last = {}, {}, None
         if self._guard is not None:

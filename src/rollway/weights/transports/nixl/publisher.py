@@ -93,11 +93,9 @@ class NixlPublisher(Publisher):
         self.catalog: Catalog = catalog if modelexpress is None else modelexpress.wrap(catalog)
         self._pools = [Pool(self._agent) for _ in range(keep)]
         self._adopted: tuple[Pool, dict[str, Tensor]] | None = None
-        self._newest: int | None = None
-        self._closed = False
         self._agent.listen()  # receivers connect only meanwhile
 
-    def publish(
+    def _publish(
         self, version: int, tensors: Source | None = None, *, timeout: float = 300.0
     ) -> Offer:
         """Announce this rank's part, and wait until all ranks have announced theirs.
@@ -164,11 +162,8 @@ class NixlPublisher(Publisher):
         """Return the receivers that have all of the version."""
         return set(self.catalog.list_receivers(version))
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Withdraw all versions, also from receivers that are reading them."""
-        if self._closed:
-            return
-        self._closed = True
         self._agent.stop_listening()
         if self.catalog is not self._server:
             # A catalog that has ended lists nothing any more, and the memory must be released.
