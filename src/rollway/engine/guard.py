@@ -33,7 +33,8 @@ log = logging.getLogger("rollway.guard")
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 LORA_ENDPOINTS = ("load_lora", "unload_lora")
 """Dynamo also serves these on the request plane, where they cannot be signed."""
-TAINTS, RESUME = "update/model_taints", "resume_generation"
+TAINTS = "update/model_taints"
+UPDATES = ("update_weights_from_disk", "update_weights_from_distributed")
 BASE_TAINT = "rollway-v0"
 """The taint of workers with the weights that they started with (`rollway.versions.taint_of`)."""
 STOP_SECONDS = 10.0
@@ -118,23 +119,26 @@ class EngineOrders:
     def wrap(self, route: str, handler: Handler) -> Handler:
         """Return the handler for one of Dynamo's routes, and remember what orders need of it."""
         wrapped = self._add_orders(route, handler)
-        if route not in (TAINTS, RESUME):
+        if route not in (TAINTS, *UPDATES):
             return wrapped
 
-        async def enter_service(body: dict[str, Any]) -> dict[str, Any]:
-            """Let a held worker serve: it is resumed and tainted with other weights only. Record
-            for workers that start later that there was a refit."""
+        async def follow_refit(body: dict[str, Any]) -> dict[str, Any]:
+            """Let a held worker serve that has got other weights: by calls, which update it while
+            it is paused, or by an order, which sets its taint. Record for workers that start later
+            that there was a refit."""
             taints, refitted = body.get("taints"), os.environ.get(orders.REFITTED_FILE)
-            if refitted and taints and taints != [BASE_TAINT]:
+            has_entered = bool(taints) and taints != [BASE_TAINT]
+            if refitted and has_entered:
                 Path(refitted).touch()
             reply = await wrapped(body)
-            if taints or route == RESUME:
+            is_updated = "weight_version" in body and reply.get("status") == "ok"
+            if has_entered or is_updated:
                 self.end_hold(serves=True)
             return reply
 
         if route == TAINTS:
-            self._set_taints = enter_service
-        return enter_service
+            self._set_taints = follow_refit
+        return follow_refit
 
     def _add_orders(self, route: str, handler: Handler) -> Handler:
         owner: Any = getattr(handler, "__self__", None)

@@ -170,7 +170,7 @@ class ServingCheck:
             return False  # a mocker
         try:
             answer = await self._http.post(f"{listed.admin_url}/engine/{DOOR}", {}, timeout=5.0)
-        except RequestFailed:  # it has no guard
+        except (RequestFailed, Unreachable):  # it has no guard, or is gone again
             return False
         return bool(answer.get("held"))
 
