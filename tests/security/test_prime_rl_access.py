@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from rollway.errors import UsageError
+from rollway.gateway.access import Access
 from rollway.integrations.prime_rl.directories import BroadcastRules
+from rollway.integrations.prime_rl.serve import require_token
 from tests.conftest import Cli
 from tests.stack.policies import Policy
 from tests.stack.prime_rl import PAUSE, PrimeServer, broadcast, distance, light_stack
@@ -123,3 +125,17 @@ async def test_a_refusal_does_not_tell_which_directories_exist(
             await rules.find(str(path))
         refusals.add(str(refusal.value).replace(str(path), "DIRECTORY"))
     assert len(refusals) == 1, refusals
+
+
+def test_an_empty_token_admits_nobody(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("", "EMPTY"):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        (token,) = require_token(Access()).operators
+        assert len(token) == 64
+    (own_home / "prime-rl" / "token").write_text("\n")
+    with pytest.raises(UsageError, match="it is empty"):
+        require_token(Access())
+    # The token of an agent never becomes an operator's.
+    (own_home / "prime-rl" / "token").unlink()
+    monkeypatch.setenv("VLLM_API_KEY", "agent")
+    assert b"agent" not in require_token(Access((b"agent",))).operators

@@ -204,7 +204,8 @@ def test_an_orchestrator_that_dies_in_an_update_leaves_the_fleet_whole(
     assert server.post(PAUSE)[0] == 200
     dying = http.client.HTTPConnection("127.0.0.1", server.port)
     body = json.dumps({"weight_dir": str(directory)})
-    dying.request("POST", "/update_weights", body, {"content-type": "application/json"})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {server.token}"}
+    dying.request("POST", "/update_weights", body, headers)
     started, served = "rollway_weight_updates", "rollway_weight_version"
     wait_until(lambda: server.metrics()[started] > before[started], every=0.001)
     dying.close()

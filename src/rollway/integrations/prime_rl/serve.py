@@ -152,7 +152,9 @@ def read_token() -> bytes:
         private.make_directory(file.parent)
         if not file.exists():
             private.replace_file(file, secrets.token_hex(32).encode())
-        return private.read_file(file, 1 << 10)
+        if not (token := private.read_file(file, 1 << 10).strip()):
+            raise ValueError("it is empty")  # an empty token would admit everybody
+        return token
     except (OSError, ValueError) as error:
         raise UsageError(
             f"The token of admin calls cannot be read from {file}: {error}.",
