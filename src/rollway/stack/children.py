@@ -280,8 +280,8 @@ _HINTS: list[tuple[str, str]] = [
      "names the versions that do."),
     (r"torchvision::nms", "torchvision was built for CUDA and torch for CPU: docs/install.md "
      "shows how to keep it out."),
-    (r"unrecognized arguments?: (.*)", "The engine does not know this option; options under "
-     "`args` are passed on under the engine's own names."),
+    (r"(?P<told>unrecognized arguments?: [^\n]*)", "The engine does not know this option; options "
+     "under `args` are passed on under the engine's own names."),
     (r"(?i)out of memory|Cannot allocate memory|OutOfMemoryError", "Not enough memory: fewer "
      "replicas, a smaller `max-model-len`, or less KV cache (`kv-cache-memory-bytes`)."),
     (r"No space left on device.*shm|/dev/shm", "Shared memory is full: `df -h /dev/shm`; in a "
@@ -308,6 +308,7 @@ def find_hint(path: Path) -> str:
     """Return advice about the failure at the end of this log."""
     text = "\n".join(logs.tail(path, 400))
     for pattern, advice in _HINTS:
-        if re.search(pattern, text):
-            return advice
+        if match := re.search(pattern, text):
+            told = match.groupdict().get("told", "").strip()
+            return f"{told.rstrip('.')}. {advice}" if told else advice
     return f"The whole log is {path}."

@@ -124,6 +124,12 @@ def test_the_tail_ends_with_the_error_that_matters(tmp_path: Path) -> None:
     assert "multiple of 32" in find_hint(log)
 
 
+def test_an_option_that_the_engine_does_not_know_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "w.log"
+    log.write_text("usage: …\ndynamo.vllm: error: unrecognized arguments: --no-such-option 1\n")
+    assert find_hint(log).startswith("unrecognized arguments: --no-such-option 1. The engine does")
+
+
 def test_an_unknown_failure_points_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     log.write_text("all is well\n")
