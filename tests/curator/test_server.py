@@ -106,9 +106,11 @@ def test_manifest_and_logs(make_server: MakeServer) -> None:
 def test_a_failed_start_leaves_nothing_and_can_be_repeated(
     make_server: MakeServer, footprint: Footprint
 ) -> None:
-    server = make_server(env={"SHIM_FAIL": "1"}, health_check_timeout_s=60)
+    words = "dynamo.vllm: error: unrecognized arguments: --no-such-option 1"  # the engine's own
+    server = make_server(env={"SHIM_FAIL": words}, health_check_timeout_s=60)
     with pytest.raises(ServerError) as caught:
         server.start()
+    assert "unrecognized arguments: --no-such-option" in caught.value.hint
     assert caught.value.debug_context["models_expected"] == ["tiny"]
     assert isinstance(caught.value, RuntimeError)
     assert (server._host, server.port, server._started) == ("localhost", 0, False)
@@ -124,6 +126,9 @@ def test_wrong_configs_are_value_errors(make_server: MakeServer) -> None:
     with pytest.raises(ValueError, match=r"`router.mode`.*\(got 'foo'\)"):
         router = DynamoRouterConfig(mode="foo")
         make_server(backend=DynamoServerConfig(router=router)).start()
+    for mode in ("foo", "disaggregated"):
+        with pytest.raises(ValueError, match=rf"mode of 'm' is '{mode}'.*mode='disagg'"):
+            make_server(models=[DynamoVLLMModelConfig("m", mode=mode)]).start()
     with pytest.raises(TypeError, match="accepts DynamoVLLMModelConfig, but got RayServe"):
         make_server(models=[RayServeModelConfig("m")])
 

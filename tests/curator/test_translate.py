@@ -192,8 +192,10 @@ def test_disaggregated_roles() -> None:
     assert (prefill.replicas, prefill.ranks, decode.replicas, decode.ranks) == (2, 2, 1, 1)
 
 
-def test_an_unknown_mode_is_served_whole_as_in_curator() -> None:
-    assert model_of(mode="foo")["replicas"] == 1
+def test_an_unknown_mode_is_refused() -> None:
+    """Curator serves it whole, without a word."""
+    with pytest.raises(ConfigError, match=r"'disaggregated'.*mode='disagg'"):
+        model_of(mode="disaggregated")
 
 
 def test_settings_of_the_instance_reach_the_worker() -> None:

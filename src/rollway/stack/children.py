@@ -290,8 +290,8 @@ _HINTS: list[tuple[str, str]] = [
      "names the versions that do."),
     (r"torchvision::nms", "torchvision was built for CUDA and torch for CPU: docs/install.md "
      "shows how to keep it out."),
-    (r"unrecognized arguments?: (.*)", "The engine does not know this option; options under "
-     "`args` are passed on under the engine's own names."),
+    (r"(?P<told>unrecognized arguments?: [^\n]*)", "The engine does not know this option; options "
+     "under `args` are passed on under the engine's own names."),
     (r"(?i)out of memory|Cannot allocate memory|OutOfMemoryError", "Not enough memory: fewer "
      "replicas, a smaller `max-model-len`, or less KV cache (`kv-cache-memory-bytes`)."),
     (r"No space left on device.*shm|/dev/shm", "Shared memory is full: `df -h /dev/shm`; in a "

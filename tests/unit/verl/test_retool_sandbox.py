@@ -414,6 +414,19 @@ def test_check_reports_an_interpreter_that_ended_before_it_read_its_job(
         Sandbox(interpreter="/bin/false").check()
 
 
+def test_check_warns_of_packages_that_programs_will_not_find(
+    scratch: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A system's Python often has neither numpy nor sympy; a bare environment never has."""
+    system = str(Sandbox().interpreter)
+    subprocess.run([system, "-m", "venv", "--without-pip", scratch / "bare"], check=True)
+    bare = str(scratch / "bare" / "bin" / "python")
+    Sandbox(interpreter=bare, readable=(str(scratch),), packages=False).check()
+    assert "numpy" not in caplog.text
+    Sandbox(interpreter=bare, readable=(str(scratch),)).check()
+    assert f"{bare} has no numpy and no sympy" in caplog.text and "`interpreter`" in caplog.text
+
+
 async def test_without_a_filter_the_network_must_be_allowed(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

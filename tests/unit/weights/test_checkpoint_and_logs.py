@@ -145,6 +145,12 @@ def test_the_engines_own_sentence_is_the_cause(tmp_path: Path, sentence: str) ->
     assert find_hint(log).startswith(f"{told}. Give other options")
 
 
+def test_an_option_that_the_engine_does_not_know_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "w.log"
+    log.write_text("usage: …\ndynamo.vllm: error: unrecognized arguments: --no-such-option 1\n")
+    assert find_hint(log).startswith("unrecognized arguments: --no-such-option 1. The engine does")
+
+
 def test_an_unknown_failure_points_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
     log.write_text("all is well\n")

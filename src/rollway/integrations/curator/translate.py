@@ -134,6 +134,11 @@ def check_models(models: Sequence[Any]) -> None:
                 "model_name.",
             )
         names[name] = index
+        if model.mode not in ("aggregated", "disagg"):
+            raise ConfigError(
+                f"The mode of {name!r} is {model.mode!r}, which Curator does not have.",
+                "Write mode='aggregated' or mode='disagg'.",
+            )
         if not re.search("[a-z0-9]", name.lower()):
             raise ConfigError(
                 f"Model name {name!r} produces an empty component slug.",
@@ -202,7 +207,6 @@ def make_model(model: Any, backend: Any, *, has_events: bool) -> dict[str, Any]:
         fields["prefill"] = _make_role(model, "prefill")
         fields["decode"] = _make_role(model, "decode")
     else:
-        # Any other mode is served whole, as Curator does.
         fields["replicas"] = model.num_replicas
         _add_kv_events(model, args, has_events)
     if model.kv_transfer_config:

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 JAIL = Path(__file__).with_name("jail.py")
 RUNNER = Path(__file__).with_name("program.py").read_text()
 SYSTEM_PATH = "/usr/bin:/bin:/usr/local/bin"
+PROBE = """from importlib.util import find_spec
+print(*(name for name in ("numpy", "sympy") if find_spec(name) is None))"""
+"""Prints which of the packages are missing that programs of mathematics use."""
 GRACE_SECONDS = 20.0
 """Time that a loaded machine may need to start a process and to end it."""
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -135,12 +138,12 @@ class Sandbox:
         self._slots = asyncio.Semaphore(self.max_concurrent)
 
     def check(self) -> Outcome:
-        """Run an empty program, so that problems show before training starts. Log each missing
-        protection."""
+        """Run a small program, so that problems show before training starts. Log each missing
+        protection, and the usual packages that programs will not find."""
         with subprocess.Popen(self._command(), **PIPES) as keeper:
             assert keeper.stdin and keeper.stdout and keeper.stderr
             try:
-                keeper.stdin.write(self.encode_job("pass"))
+                keeper.stdin.write(self.encode_job(PROBE))
                 keeper.stdin.flush()
                 keeper.wait(self.limits.timeout + GRACE_SECONDS)
             except (BrokenPipeError, subprocess.TimeoutExpired):
@@ -157,6 +160,13 @@ class Sandbox:
             )
         for sentence in outcome.missing_protections:
             log.warning("The code sandbox lacks a protection here: %s", sentence)
+        if self.packages and (missing := outcome.stdout.split()):
+            log.warning(
+                "%s has no %s, which the model's programs often import. Set `interpreter` in the "
+                "tool's config to a Python that has them.",
+                self.interpreter,
+                " and no ".join(missing),
+            )
         return outcome
 
     async def run(self, code: str) -> Outcome:

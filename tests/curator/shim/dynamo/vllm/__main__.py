@@ -4,7 +4,8 @@
 the installed one. It takes the same options and runs a light worker (tests/light) instead, which
 starts in a second.
 
-SHIM_FAIL makes it fail. SHIM_GATE makes every replica but the first wait for that file.
+SHIM_FAIL makes it fail with that text. SHIM_GATE makes every replica but the first wait for that
+file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.light import worker
 from tests.waiting import wait_until
 
 if os.environ.get("SHIM_FAIL"):
-    sys.exit("this engine cannot start")
+    sys.exit(os.environ["SHIM_FAIL"])
 gate = os.environ.get("SHIM_GATE")
 if gate and "--seed" in sys.argv and sys.argv[sys.argv.index("--seed") + 1] != "0":
     Path(f"{gate}.waiting").touch()
