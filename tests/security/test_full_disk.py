@@ -29,7 +29,7 @@ def test_up_with_a_full_home_says_so(
     result = cli("up", "--model", str(base_model), "--set", "models.0.engine=mocker", timeout=60)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr and result.stderr.count("\n") == 1
-    for text in (str(small_disk / "home"), "No space left on device", "Free some space"):
+    for text in (str(small_disk / "home"), "No space is left", "Free some space"):
         assert text in result.stderr
 
 

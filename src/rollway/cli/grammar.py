@@ -227,9 +227,11 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     text = "of new weights (default: cuda_ipc, in place, on a GPU; else checkpoint)"
     parser.add_argument("--transport", choices=["checkpoint", "cuda_ipc"], help=text)
     text = "the control: train, but never update the workers"
-    parser.add_argument("--no-refit", action="store_true", help=text)
+    parser.add_argument("--no-refit", dest="refit", action="store_false", help=text)
     parser.add_argument("--name", default="demo", help="name of its stack, to run several at once")
-    parser.add_argument("--out", type=Path, help="directory for the report and plot")
+    parser.add_argument(
+        "--out", dest="directory", type=Path, metavar="DIR", help="for the report and plot"
+    )
 
 
 # --- groups --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rollway.api import make_spec
@@ -60,39 +61,20 @@ def check_exposure(
 def read_gateway_options(options: argparse.Namespace) -> GatewayOptions:
     from rollway.gateway.command import GatewayOptions
 
-    return GatewayOptions(
-        stack=options.name,
-        host=options.host,
-        port=options.port,
-        rl_url=options.rl_url,
-        model=options.model,
-        tokenizer=options.tokenizer,
-        journal=options.journal,
-        journal_sync=options.journal_sync,
-        bundle=options.bundle,
-        routed_experts=options.routed_experts,
-        json=options.json,
-    )
+    return GatewayOptions(**_pick(GatewayOptions, options) | {"stack": options.name})
+
+
+def _pick(kind: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a dataclass that have the names of its fields."""
+    names = [each.name for each in fields(kind)]
+    return {name: getattr(options, name) for name in names if hasattr(options, name)}
 
 
 def demo(options: argparse.Namespace) -> int:
     require("torch", "transformers", "matplotlib")
     from rollway.demo.run import DemoOptions, run_demo
 
-    run_demo(
-        DemoOptions(
-            steps=options.steps,
-            seed=options.seed,
-            workers=options.workers,
-            engine=options.engine,
-            device=options.device,
-            transport=options.transport,
-            refit=not options.no_refit,
-            name=options.name,
-            directory=options.out,
-            quiet=options.json,
-        )
-    )
+    run_demo(DemoOptions(**_pick(DemoOptions, options), quiet=options.json))
     return 0
 
 

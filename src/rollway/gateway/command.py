@@ -195,10 +195,4 @@ async def listen(
     gateway: Gateway, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> Listener:
     """Start serving a gateway, with bounds on its connections."""
-    try:
-        return await gateway.connections.listen(gateway.app(), host, port, tls)
-    except OSError as error:
-        raise UsageError(
-            f"The gateway cannot listen on {host}, port {port}: {error.strerror}.",
-            "Choose another with --host and --port.",
-        ) from error
+    return await gateway.connections.listen(gateway.app(), host, port, tls)

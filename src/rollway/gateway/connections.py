@@ -8,6 +8,7 @@ are closed. A connection whose request is being answered is never closed for ano
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import resource
 import ssl
@@ -17,6 +18,8 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+
+from rollway.errors import PortInUse, UsageError
 
 HEADER_SECONDS = 20.0
 """The time from the connection to the end of the first request's headers."""
@@ -80,7 +83,7 @@ class Connections:
     async def listen(
         self, app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
     ) -> Listener:
-        """Serve an application within these bounds; raise OSError if nothing can listen there.
+        """Serve an application within these bounds.
 
         The application marks its requests: by `follow`, or itself."""
         # handler_cancellation: when a client disconnects, its request must end on the worker too.
@@ -108,9 +111,13 @@ class Connections:
                 # exceed the limit before any can be closed.
                 backlog=min(_BACKLOG, max(1, self.limit // 4)),
             )
-        except OSError:
+        except OSError as error:
             await runner.cleanup()
-            raise
+            is_taken = error.errno == errno.EADDRINUSE
+            raise (PortInUse if is_taken else UsageError)(
+                f"Nothing can listen on port {port} of {host}: {error.strerror or error}.",
+                "Choose another port with --port, 0 for a free one, or an address with --host.",
+            ) from error
         return Listener(runner, server, asyncio.create_task(self.watch()))
 
     @web.middleware

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,9 +47,14 @@ def spawn_supervisor(
         f"import sys; sys.path.insert(0, {source!r}); "
         "from rollway.stack.supervisor import main; sys.exit(main())"
     )
+    if shutil.disk_usage(directory.path).free < _SPACE_BYTES:
+        # Without it the stack could write neither its state nor why it failed.
+        raise StartError(
+            f"No space is left in {directory.path} for the state and the logs of a stack.",
+            "Free some space, or set ROLLWAY_HOME to a directory on another disk.",
+        )
     log = private.open_file(directory.path / "supervisor.log", os.O_WRONLY | os.O_TRUNC)
     with os.fdopen(log, "wb") as output:
-        _reserve_space(log, directory)
         their_end, our_end = os.pipe()
         command = [sys.executable, "-c", code, str(their_end)]
         supervisor = subprocess.Popen(
@@ -66,19 +71,6 @@ def spawn_supervisor(
         supervisor.stdin.write(spec.model_dump_json().encode())
         supervisor.stdin.close()
     return supervisor, our_end
-
-
-def _reserve_space(log: int, directory: StackDir) -> None:
-    """Refuse to start on a full disk: the stack could write neither a state nor why it failed."""
-    try:
-        os.posix_fallocate(log, 0, _SPACE_BYTES)
-        os.ftruncate(log, 0)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StartError(
-                f"{directory.path} has no space for the state and the logs: {error.strerror}.",
-                "Free some space, or set ROLLWAY_HOME to a directory on another disk.",
-            ) from error
 
 
 def wait_until_ready(

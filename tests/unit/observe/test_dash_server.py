@@ -284,7 +284,7 @@ async def test_another_host_needs_a_token(run_dir: Path, host: str) -> None:
 async def test_two_dashboards_on_one_port_are_an_error_that_says_so(run_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(PortInUse, match=f"Port {port} of 127.0.0.1 is taken"):
+        with pytest.raises(PortInUse, match=f"port {port} of 127.0.0.1: .*in use"):
             async with serve(Dashboard(open_directory(run_dir)), Access(), "127.0.0.1", port):
                 pass
 

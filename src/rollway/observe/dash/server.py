@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import math
 import zlib
@@ -30,7 +29,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rollway.errors import PortInUse, UsageError
 from rollway.gateway.connections import Connections
 from rollway.observe.dash.access import Access, make_app, refuse
 from rollway.observe.dash.conversations import Conversations
@@ -412,28 +410,17 @@ def _make_json(value: object) -> web.Response:
 async def serve(dashboard: Dashboard, access: Access, host: str, port: int) -> AsyncIterator[str]:
     """Listen, and yield the address to open, with the token if there is one."""
     access.check_host(host)
-    async with listen(dashboard.app(), host, port, "another dashboard") as bound:
+    async with listen(dashboard.app(), host, port) as bound:
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{bound}/" + (f"?token={access.token}" if access.token else "")
 
 
 @asynccontextmanager
-async def listen(app: web.Application, host: str, port: int, rival: str) -> AsyncIterator[int]:
-    """Serve an application, and yield its port; `rival` is what may have taken the port."""
+async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+    """Serve an application, and yield its port."""
     connections = Connections()
     app.middlewares.insert(0, connections.follow)
-    try:
-        listener = await connections.listen(app, host, port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"Port {port} of {host} is taken, perhaps by {rival}.",
-                "Choose another with --port, or --port 0 for a free one.",
-            ) from error
-        raise UsageError(
-            f"Nothing can listen on {host} here: {error.strerror or error}.",
-            "Give --host an address of this machine.",
-        ) from error
+    listener = await connections.listen(app, host, port)
     try:
         yield listener.port
     finally:

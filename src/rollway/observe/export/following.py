@@ -121,7 +121,7 @@ async def serve(follower: Follower, access: Access, host: str, port: int) -> Asy
     access.check_host(host)
     await follower.update()  # the first page has everything that is there
     try:
-        async with listen(follower.app(access), host, port, "another exporter") as bound:
+        async with listen(follower.app(access), host, port) as bound:
             # Prometheus may run elsewhere: for it, an address of all interfaces names nothing.
             shown = socket.gethostname() if host in WILDCARDS else host
             url = f"http://[{shown}]:{bound}" if ":" in shown else f"http://{shown}:{bound}"
