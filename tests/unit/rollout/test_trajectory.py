@@ -258,7 +258,7 @@ async def test_the_last_error_is_raised_when_patience_ends() -> None:
 
 async def test_a_version_that_no_worker_serves_is_refused() -> None:
     rollouts = Rollouts(Scripted(), "http://f", "m", make_versions(), patience=0.1)
-    with pytest.raises(RolloutError, match="No worker is known to serve weight version 7"):
+    with pytest.raises(RolloutError, match="No worker serves weight version 7: the fleet's is 1"):
         await rollouts.generate([1], version=7)
 
 
