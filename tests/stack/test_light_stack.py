@@ -150,12 +150,19 @@ async def test_verls_pool_goes_on_when_an_engine_dies(
         await pool.set_global_steps(version)
         await pool.resume_generation()
 
+    killed: list[int] = []
+
+    def list_living() -> list[int]:
+        pids = (p.pid for p in read_state("verl").processes if p.instance)
+        return [pid for pid in pids if pid and pid not in killed]
+
     async with rollway.aio.up(light(base_model, "verl", replicas)) as stack:
         pool.serve(stack)
         await update(1)
         for version in (2, 3):
-            state = read_state("verl")
-            os.kill(next(p.pid for p in state.processes if p.instance) or 0, signal.SIGKILL)
+            await wait_until_async(lambda: bool(list_living()), 60)
+            killed.append(list_living()[0])
+            os.kill(killed[-1], signal.SIGKILL)
             running = pool.generate([40, 41], {"temperature": 1.0, "logprobs": True}, "r")
             if version == 2:
                 await update(version)

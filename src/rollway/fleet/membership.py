@@ -187,8 +187,8 @@ class Membership:
         listed = [replace(w, role=self._roles[w.instance_id]) for w in listed]
         # A worker whose model was never listed may be ours, so keep it.
         models = (self._model, "") if self._model is not None else self._models.values()
-        ours = [w for w in listed if w.instance_id not in self._left_out]
-        self._known = [w for w in ours if self._models[w.instance_id] in models]
+        known = (w for w in listed if self._models[w.instance_id] in models)
+        self._known = [w for w in known if w.instance_id not in self._left_out]
         self._listed_at = time.monotonic()
         self._note_roles({worker.instance_id: worker.role for worker in self._known})
         return self._known

@@ -12,7 +12,7 @@ import operator
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ _RESOLVERS = {
 }
 """What NeMo-RL's recipes compute with."""
 _UNRESOLVED = object()
+_NO_OMEGACONF = "omegaconf is not installed here (pip install 'rollway[nemo-rl]')"
 _VARIABLE = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
 
 
@@ -144,7 +145,7 @@ def _override(values: dict[str, Any], text: str) -> None:
 def _interpolate(values: dict[str, Any]) -> Recipe:
     """Replace `${…}`. What cannot be replaced is a problem, and is missing in the result: as text
     it would be taken for a value."""
-    recipe, find = Recipe({}, []), _open_tree(values)
+    recipe, (config, tree) = Recipe({}, []), _open_tree(values)
 
     def resolve(value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, dict):
@@ -155,40 +156,34 @@ def _interpolate(values: dict[str, Any]) -> Recipe:
         if not isinstance(value, str) or "${" not in value:
             return value
         try:
-            return find(path)
+            part = functools.reduce(operator.getitem, path, tree)
+            return config.to_container(part, resolve=True) if config.is_config(part) else part
         except Exception as error:  # noqa: BLE001 (resolvers raise what they like)
-            cause = f"`{value}` cannot be resolved: {' '.join(str(error).split())[:200]}."
+            reason = " ".join(str(error).split())[:200] if config else _NO_OMEGACONF
             fix = "Correct it, or check the recipe where it runs, with its variables set."
-            recipe.unresolved.append(Problem(".".join(map(str, path)), cause, fix))
+            problem = Problem(
+                ".".join(map(str, path)), f"`{value}` cannot be resolved: {reason}.", fix
+            )
+            recipe.unresolved.append(problem)
             return _UNRESOLVED
 
     recipe.values.update(resolve(values, ()))
     return recipe
 
 
-def _open_tree(values: dict[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
-    """Return a function that finds the value at a path, by omegaconf as NeMo-RL does."""
+def _open_tree(values: dict[str, Any]) -> tuple[Any, Any]:
+    """Return omegaconf's functions and its tree of these values; without it, nothing."""
     try:
         omegaconf = importlib.import_module("omegaconf")
     except ImportError:
-
-        def fail(_: tuple[Any, ...]) -> Any:
-            raise UsageError("omegaconf is not installed here (pip install 'rollway[nemo-rl]')")
-
-        return fail
+        return None, None
     config = omegaconf.OmegaConf
     for name, function in _RESOLVERS.items():
         if not config.has_resolver(name):
             with warnings.catch_warnings(action="ignore"):  # 2.4 has another name for it
                 # `register_resolver` of 2.3 would pass numbers as text.
                 config.register_new_resolver(name, function)
-    tree = config.create(values)
-
-    def find(path: tuple[Any, ...]) -> Any:
-        part = functools.reduce(operator.getitem, path, tree)
-        return config.to_container(part, resolve=True) if config.is_config(part) else part
-
-    return find
+    return config, config.create(values)
 
 
 # --- problems ------------------------------------------------------------------------------------

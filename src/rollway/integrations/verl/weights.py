@@ -107,13 +107,11 @@ class PoolWeights:
     async def describe(self) -> PoolInfo:
         """Count the receivers, and return what a trainer must know. Wait for one: if a pool's only
         worker died, its successor gets the weights."""
-        deadline = time.monotonic() + self.start_seconds
-        while True:
-            workers = [worker for worker in await self.stack.fleet.workers() if not worker.error]
-            if workers or time.monotonic() > deadline:
-                break
-            await asyncio.sleep(WAIT_SECONDS)
-        self._receivers = len(workers) * self.engine_ranks
+        deadline, workers = time.monotonic() + self.start_seconds, 0
+        while not workers and time.monotonic() < deadline:
+            workers = sum(not worker.error for worker in await self.stack.fleet.workers())
+            await asyncio.sleep(0.0 if workers else WAIT_SECONDS)
+        self._receivers = workers * self.engine_ranks
         return self._info()
 
     def _info(self) -> PoolInfo:
