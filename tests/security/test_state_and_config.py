@@ -42,6 +42,20 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, output.out, output.err
 
 
+def test_instance_ids_in_the_status_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """Readers of JSON that use doubles would round the numbers."""
+    process = {
+        "name": "w-0",
+        "role": "worker",
+        "log": "/nowhere/logs/w-0.log",
+        "instance": 2**62 + 1,
+    }
+    put_state("text", processes=[process])
+    _, out, _ = run_cli(capsys, "status", "text", "--json")
+    (stack,) = json.loads(out)["stacks"]
+    assert [each["instance"] for each in stack["processes"]] == [str(2**62 + 1)]
+
+
 # --- a damaged state ---------------------------------------------------------------------------
 
 
