@@ -369,9 +369,10 @@ class Stack:
 
     @property
     def next_version(self) -> int:
-        """The number for the next refit of the only model, above all that this process knows and
-        all that the stack's record has."""
-        return self.fleet.next_version
+        """The number for the next refit of the only model, above all that this process knows or has
+        published, and all that the stack's record has."""
+        published = self._publishers.find_next_version(self._find_model(None))
+        return max(self.fleet.next_version, published)
 
     async def sleep(
         self, level: int = 1, mode: Literal["wait", "abort"] = "wait", *, model: str | None = None

@@ -126,6 +126,12 @@ class OpenPublishers:
     def add(self, publisher: Publisher, model: str) -> None:
         self._models[publisher] = model
 
+    def find_next_version(self, model: str) -> int:
+        """Return a number above all that were published for a model, also in vain: a refit may have
+        been refused."""
+        newest = (p.newest for p, name in self._models.items() if name == model)
+        return max((version + 1 for version in newest if version is not None), default=0)
+
     @contextlib.asynccontextmanager
     async def complete(self, update: Weights | int, model: str) -> AsyncIterator[None]:
         """Complete the sending of weights whose refit the block runs.

@@ -229,8 +229,8 @@ class Stack(Blocking[AsyncStack]):
 
     @property
     def next_version(self) -> int:
-        """The number for the next refit of the only model, above all that this process knows and
-        all that the stack's record has."""
+        """The number for the next refit of the only model, above all that this process knows or has
+        published, and all that the stack's record has."""
         return self._async.next_version
 
     @property

@@ -49,6 +49,7 @@ def test_an_offer_of_another_dtype_is_refused_and_changes_nothing(
         assert set(stack.fleet.read_versions().values()) == {0}
         assert stack.rollouts().generate(prompt, GREEDY)[0].logprobs == before[0].logprobs
         own = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+        assert stack.next_version == 2  # 1 was published, if in vain
         assert stack.refit(weights.publish(2, own)).workers[0].proof == "parameters"
         rounded = stack.rollouts().generate(prompt, GREEDY)
         stack.refit(weights.publish(stack.next_version, state), allow_cast=True)

@@ -76,7 +76,8 @@ class Publisher(ABC):
     """
 
     transport: Transport
-    _newest: int | None = None
+    newest: int | None = None
+    """The last version that was published."""
     _closed = False
 
     def publish(self, /, version: int, tensors: Source | None = None, **options: Any) -> Offer:
@@ -98,9 +99,9 @@ class Publisher(ABC):
         """
         if self._closed:
             raise UsageError("This publisher is closed.", "Publish inside its `with` block.")
-        check_next(version, self._newest)
+        check_next(version, self.newest)
         offer = self._publish(version, tensors, **options)
-        self._newest = version
+        self.newest = version
         return offer
 
     @abstractmethod
@@ -153,7 +154,7 @@ class Publisher(ABC):
     def cancel(self) -> None:
         """End the transfer in progress, for example after a refit that failed. Its version may be
         published again."""
-        self._newest = None if self._newest is None else self._newest - 1
+        self.newest = None if self.newest is None else self.newest - 1
 
     def close(self) -> None:
         """Release the published versions, with their memory and connections."""

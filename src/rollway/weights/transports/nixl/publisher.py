@@ -106,7 +106,7 @@ class NixlPublisher(Publisher):
 
     def announce(self, version: int, tensors: Source | None = None) -> None:
         """Store this rank's part where receivers can read it; by default the adopted tensors."""
-        check_next(version, self._newest)
+        check_next(version, self.newest)
         adopted = self._adopted if tensors is None else None
         source = adopted[1].items() if adopted else tensors
         # A rank beyond those of an engine has no reader of its own number.
@@ -126,7 +126,7 @@ class NixlPublisher(Publisher):
         body = self._describe(views, pieces)
         pool.version = version
         self.catalog.announce(Listing(version, self.name, self.rank, self.world, "trainer", body))
-        self._newest = version
+        self.newest = version
 
     def offer(self, version: int, timeout: float = 300.0) -> Offer:
         """Return the offer of a version, once all ranks have announced it."""
