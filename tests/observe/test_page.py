@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollway.cli.dash import open_in_browser
 from rollway.gateway.recorder import Recorder as SessionRecorder
 from rollway.gateway.turns import Turn
 from rollway.observe.dash.access import Access
@@ -423,3 +424,22 @@ async def test_a_run_without_a_journal_says_how_to_give_one(tmp_path: Path) -> N
         await page.wait_for(
             "document.getElementById('session-note').innerText.includes('--journal')"
         )
+
+
+async def test_a_browser_gets_in_with_a_token_by_a_private_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `rollway dash --token --open` sends it there; a strict cookie survives no redirect."""
+    write_run(tmp_path / "run", workers=2, seconds=30)
+    monkeypatch.setenv("ROLLWAY_HOME", str(tmp_path / "home"))
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    access, source = Access("0123456789abcdef"), open_directory(tmp_path / "run")
+    async with AsyncExitStack() as stack:
+        served = serve(Dashboard(source, access), access, "127.0.0.1", 0)
+        url = await stack.enter_async_context(served)
+        await stack.enter_async_context(open_in_browser(url))
+        browser = await stack.enter_async_context(open_browser())
+        page = await browser.open(opened[0])
+        await page.wait_for(READY)
+        assert await page.run("location.href") == url.partition("?")[0]

@@ -129,12 +129,12 @@ async def _serve(source: Source, access: Access, options: argparse.Namespace) ->
         else:
             print(f"{source.label}: {url}  (Ctrl-C ends)", flush=True)
         is_opened = options.open and not options.json and sys.stdout.isatty()
-        async with _open_browser(url) if is_opened else nullcontext():
+        async with open_in_browser(url) if is_opened else nullcontext():
             await stop_requested.wait()
 
 
 @asynccontextmanager
-async def _open_browser(url: str) -> AsyncIterator[None]:
+async def open_in_browser(url: str) -> AsyncIterator[None]:
     """Open an address in the user's browser. It goes there by a file that only this user can read:
     all users can read the arguments of a browser, and the address may have the token."""
     with tempfile.NamedTemporaryFile("w", suffix=".html", dir=make_home()) as file:
