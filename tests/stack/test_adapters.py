@@ -161,8 +161,8 @@ def test_one_name_of_prime_rl_is_the_newest_adapter(
         assert status == 200, answer
         check_reply(answer)
         assert distance(adapted, PROMPT, answer) < TOLERANCE
-    entry = server.get("/v1/models")[1]["data"][1]
-    assert entry["id"] == "policy" and entry["parent"] == "tiny"
+    base, _, entry = server.get("/v1/models")[1]["data"]
+    assert entry["id"] == "policy" and entry["parent"] == base["id"] == str(policies[0].path)
     assert entry["root"].endswith("step_3") and entry["max_model_len"] > 0
     # The base model is still itself, and evals know the alias too.
     assert distance(policies[0], PROMPT, server.generate(PROMPT)) < TOLERANCE

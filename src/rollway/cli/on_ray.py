@@ -33,8 +33,9 @@ def may_be_meant(options: argparse.Namespace) -> bool:
 def is_meant(options: argparse.Namespace, name: str | None = None) -> bool:
     """Return whether a command is about a stack on Ray and not about one of this machine."""
     name = name or options.name
-    if options.on is not None or (name is not None and "/" in name):
-        return (name is not None and "/" in name) or may_be_meant(options)
+    has_namespace = (name or "").find("/") > 0  # `/etc` names a stack nowhere
+    if options.on is not None or has_namespace:
+        return has_namespace or may_be_meant(options)
     if getattr(options, "all", False) or not launcher.may_reach_cluster():
         return False
     names = local.list_names()  # also one that is still starting

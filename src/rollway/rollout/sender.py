@@ -191,16 +191,23 @@ class Sender:
         """Wait until no refit blocks requests and a worker serves the version; return a ticket."""
         while True:
             await self._versions.wait_open(trouble.patience)
-            try:
-                ticket = self._versions.ticket(version)
-                return ticket if self.wire.routed else replace(ticket, taint=None)
-            except RolloutError as error:
-                if self._refresh is None:
-                    raise
+            ticket = self._try_ticket(version)
+            if isinstance(ticket, RolloutError) and self._refresh is not None:
                 await self._refresh_workers()
-                if version is not None and self._versions.is_over(version):
-                    raise error from None
-                await trouble.wait(error)
+                # Another process may have refitted or resumed the workers meanwhile.
+                ticket = self._try_ticket(version)
+            if isinstance(ticket, Ticket):
+                return ticket if self.wire.routed else replace(ticket, taint=None)
+            is_over = version is not None and self._versions.is_over(version)
+            if self._refresh is None or is_over:
+                raise ticket
+            await trouble.wait(ticket)
+
+    def _try_ticket(self, version: int | None) -> Ticket | RolloutError:
+        try:
+            return self._versions.ticket(version)
+        except RolloutError as error:
+            return error
 
     async def _is_attributed(self, ticket: Ticket, answer: Completion | int | None) -> bool:
         """Return whether the versions of an answer's tokens are known: the worker has named them,
