@@ -86,12 +86,15 @@ def test_a_world_size_that_does_not_fit_is_refused_and_remembered(server: PrimeS
     for more, message in (
         ({"ranks": 3}, "the fleet has 2 workers with 2 ranks"),
         ({"quantize_in_weight_transfer": True}, "quantised twice"),
-        ({"port": 0}, "no request to form a group"),
     ):
-        status, answer = init_group(server, **{"port": 1, **more})  # type: ignore[arg-type]
+        status, answer = init_group(server, 1, **more)
         assert status in (400, 409) and message in str(answer), answer
         status, answer = server.post(PAUSE)
         assert status == 409 and message in str(answer), answer
+    status, answer = init_group(server, 0)
+    assert status == 400 and "no request to form a group" in str(answer), answer
+    assert server.post(PAUSE)[0] == 200  # what is no request blocks no trainer
+    assert server.post("/resume")[0] == 200
 
 
 def test_without_a_trainer_the_request_ends_in_time(server: PrimeServer) -> None:
