@@ -74,6 +74,7 @@ SERVER_ENV = {
 }
 SERVER_ARGS = {
     **VLLM_ARGS,
+    "dtype": "float32",  # by itself, vLLM would serve it in bfloat16
     "max-model-len": 2048,
     "served-model-name": "tiny",
     "block-size": 32,
