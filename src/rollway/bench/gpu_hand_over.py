@@ -74,7 +74,7 @@ def _hand_over_adopted(
     """Publish a module's own storages, changed in place between versions."""
     module = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 8)).to(device)
     publisher.adopt(module.named_parameters())
-    for version in range(1, 3):
+    for version in range(_VERSIONS + 1, _VERSIONS + 3):
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(version)

@@ -44,7 +44,8 @@ def plan_workers(options: DemoOptions, directory: Path) -> list[ProcessPlan]:
     device, model = place_model(options, GrpoConfig())
     assert device == "cuda"
     lease = Lease()
-    spec = make_spec({"name": "demo", "models": [{"path": "org/model", **model}]})
+    (directory / "config.json").write_text('{"dtype": "float32"}')  # as the demo's own model
+    spec = make_spec({"name": "demo", "models": [{"path": str(directory), **model}]})
     try:
         plan = plan_stack(spec, run_id="0" * 16, run_dir=directory, log_dir=directory, ports=lease)
     finally:

@@ -193,7 +193,7 @@ class Healing:
         for name in map(str, replicas):
             self._failures.pop(name, None)
             if error is not None:
-                cause = getattr(error, "message", error)  # without the end of a log
+                cause = str(error).partition("\n\n")[0]  # without the end of a log
                 self._failures[name] = f"{name}: it did not start, and is tried again: {cause}"
 
     async def _place_again(self) -> None:
