@@ -21,6 +21,7 @@ from rollway.fleet.report import RefitMode
 from rollway.rollout.client import Rollout
 from rollway.stack.preset import cache_dir
 from tests.device.stacks import DEVICE, GPUS, describe, home
+from tests.waiting import wait_until_async
 
 __all__ = ["home"]  # a fixture
 pytestmark = [pytest.mark.stack, pytest.mark.soak]
@@ -45,9 +46,11 @@ async def stream(stack: Stack, prompt: list[int]) -> Rollout:
 async def wait_until_all_run(stack: Stack) -> None:
     """Wait for the worker's own counter: a request would not be alone."""
     (worker,) = await stack.fleet.workers()
-    async with asyncio.timeout(60.0):
-        while await read_metric(stack, worker, "vllm:num_requests_running") != ROLLOUTS:
-            await asyncio.sleep(0.02)
+
+    async def do_all_run() -> bool:
+        return await read_metric(stack, worker, "vllm:num_requests_running") == ROLLOUTS
+
+    await wait_until_async(do_all_run, what="rollouts that run")
 
 
 async def refit_alone(
