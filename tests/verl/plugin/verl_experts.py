@@ -66,7 +66,8 @@ class _Nothing:
 
 
 def row(place: int, step: int) -> list[list[int]]:
-    return [[place, step, layer] for layer in range(LAYERS)]
+    # The experts of a token differ: a row that names one twice was not captured.
+    return [[place, 100 + step, 200 + layer] for layer in range(LAYERS)]
 
 
 async def request(engine: Engine, prompt: list[int], most: int) -> TokenOutput:
