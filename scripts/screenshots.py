@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import os
 import re
 import subprocess
@@ -23,12 +24,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # the browser of the tests
 
-from rollway.observe.dash.access import Access  # noqa: E402
+from rollway.observe.dash.browsers import DashAccess  # noqa: E402
 from rollway.observe.dash.open_run import open_directory  # noqa: E402
 from rollway.observe.dash.server import Dashboard, serve  # noqa: E402
-from rollway.observe.dash.source import Watch  # noqa: E402
+from rollway.observe.dash.view import Watch  # noqa: E402
+from rollway.observe.read import list_runs  # noqa: E402
 from rollway.observe.report import write_report  # noqa: E402
-from rollway.observe.runs import list_runs  # noqa: E402
 
 RUNS = {
     "demo": ["demo", "--steps", "12"],
@@ -71,7 +72,7 @@ async def take_pictures(name: str, run: Path, out: Path) -> None:
     from tests.observe.browser import open_browser
 
     async with open_browser() as browser:
-        async with serve(Dashboard(open_directory(run)), Access(), "127.0.0.1", 0) as url:
+        async with serve(Dashboard(open_directory(run)), DashAccess(), "127.0.0.1", 0) as url:
             ready = "document.body?.dataset.ready === 'yes'"
             for size, place in SIZES.items():
                 await take(browser, url, f"dash-{name}-{size}", place, out, ready)
@@ -80,7 +81,7 @@ async def take_pictures(name: str, run: Path, out: Path) -> None:
             write_report([run], file)
             await take(browser, file.as_uri(), f"report-{name}", SIZES["wide"], out)
             if name == "demo":
-                file.with_suffix(".svg").write_text(await draw_terminal(run))
+                file.with_suffix(".svg").write_text(draw_terminal(run))
                 address = file.with_suffix(".svg").as_uri()
                 await take(browser, address, "top", (1200, 760), out, schemes=("dark",))
 
@@ -107,18 +108,17 @@ async def take(
             raise SystemExit(f"The page has problems: {page.problems}")
 
 
-async def draw_terminal(run: Path) -> str:
+def draw_terminal(run: Path) -> str:
     """Return `rollway top` as SVG, without a terminal."""
-    from rollway.observe.dash.terminal import Top
+    from rich.console import Console
+
+    from rollway.observe.dash.live_table import draw
 
     watch = Watch(open_directory(run))
-    watch.poll()
-    app = Top(watch, interval=60.0)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await pilot.pause()
-        await pilot.press("r")
-        await pilot.pause()
-        drawing: str = app.export_screenshot()
+    watch.load()
+    console = Console(record=True, width=140, file=io.StringIO())
+    console.print(draw(watch))
+    drawing = console.export_svg(title="rollway top")
     return re.sub(r"@font-face\s*\{.*?\}", "", drawing, flags=re.DOTALL)  # fonts from a network
 
 

@@ -62,7 +62,7 @@ def _look(foreign: set[int]) -> dict[str, set[str]]:
         "shared memory": _shared_memory(foreign),
         "scratch": _scratch(foreign),
         "ports": _listening_ports(sockets),
-        "reservations": _reservations(foreign, sockets),
+        "reservations": _reservations(foreign),
     }
 
 
@@ -124,17 +124,8 @@ def _listening_ports(foreign: set[str]) -> set[str]:
     return ports
 
 
-def _reservations(foreign: set[int], sockets: set[str]) -> set[str]:
-    claims = set()
-    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines():
-        fields = line.split()
-        # Sockets of refits under way are no reservations, and end with them.
-        is_claim = "@rollway/" in line and "@rollway/staged/" not in line
-        if is_claim and fields[6] not in sockets:
-            claims.add(fields[-1])
-    return claims | {
-        path.name for path in get_lock_directory().iterdir() if _is_held(path, foreign)
-    }
+def _reservations(foreign: set[int]) -> set[str]:
+    return {path.name for path in get_lock_directory().iterdir() if _is_held(path, foreign)}
 
 
 def _is_held(lock: Path, foreign: set[int]) -> bool:

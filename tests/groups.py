@@ -16,7 +16,7 @@ ALONE = {
     "bench_gpu_engine", "bench_router", "demo", "disaggregated_shapes", "join", "nemo_rl",
     "nemo_rl_extras", "nemo_rl_faults", "nemo_rl_stock", "prime_rl", "prime_rl_contract",
     "prime_rl_faults", "prime_rl_fleets", "prime_rl_groups", "prime_rl_inference",
-    "ranks_over_machines",
+    "ranks_over_machines", "wheel",
 }  # fmt: skip
 """Of tests/stack: the same, each a group of its own for the process that has done its first group.
 The others share real engines."""

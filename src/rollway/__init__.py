@@ -13,8 +13,6 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares these with t
     from rollway.api import attach as attach
     from rollway.api import make_spec as make_spec
     from rollway.api import up as up
-    from rollway.config import StackSpec as StackSpec
-    from rollway.config import load_spec as load_spec
     from rollway.errors import AdminError as AdminError
     from rollway.errors import ClusterError as ClusterError
     from rollway.errors import NoWorkers as NoWorkers
@@ -37,6 +35,8 @@ if TYPE_CHECKING:  # for type checkers and editors; a test compares these with t
     from rollway.rollout.sequence import TokenSequence as TokenSequence
     from rollway.rollout.teacher import Scores as Scores
     from rollway.rollout.trajectory import Rollout as Rollout
+    from rollway.spec import StackSpec as StackSpec
+    from rollway.spec import load_spec as load_spec
     from rollway.sync import Fleet as Fleet
     from rollway.sync import Rollouts as Rollouts
     from rollway.sync import Stack as Stack
@@ -52,7 +52,7 @@ __version__ = "0.1.0"
 # The public names, in the order of docs/api.md, by the modules that define them.
 _HOMES = {
     "rollway.api": ("up", "attach", "make_spec"),
-    "rollway.config": ("load_spec", "StackSpec"),
+    "rollway.spec": ("load_spec", "StackSpec"),
     "rollway.sync": ("Stack", "Fleet", "Rollouts", "Teacher"),
     "rollway.fleet.report": ("RefitReport", "SleepReport"),
     "rollway.rollout.sampling": ("Sampling",),

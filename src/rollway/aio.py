@@ -11,11 +11,11 @@ Example:
 """
 
 from rollway.api import attach, up
-from rollway.async_stack import Stack
 from rollway.fleet.fleet import Fleet
 from rollway.publishing import AsyncPublisher as Publisher
 from rollway.rollout.client import Rollouts
 from rollway.rollout.conversation import Conversation
 from rollway.rollout.teacher import Teacher
+from rollway.stack_handle import Stack
 
 __all__ = ["Conversation", "Fleet", "Publisher", "Rollouts", "Stack", "Teacher", "attach", "up"]

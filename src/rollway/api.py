@@ -24,8 +24,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollway import sync
-from rollway.async_stack import Stack
-from rollway.config import AdminTimeouts, StackSpec, load_spec
 from rollway.errors import (
     RequestFailed,
     RollwayError,
@@ -36,13 +34,15 @@ from rollway.errors import (
 )
 from rollway.fleet.discovery import Source
 from rollway.http import ONCE, Http
+from rollway.spec import AdminTimeouts, StackSpec, is_loopback, load_spec
 from rollway.stack import local
 from rollway.stack.local import Progress, RunningStack
 from rollway.stack.ray import launcher
-from rollway.stack.ray.access import WatchedHttp
+from rollway.stack.ray.head_client import WatchedHttp
 from rollway.stack.ray.launcher import RayStack
 from rollway.stack.ray.placement import Placement
 from rollway.stack.state import StackDir, StackState, list_stacks
+from rollway.stack_handle import Stack
 from rollway.weights.adapter import is_adapter
 
 __all__ = ["Opening", "Stack", "attach", "make_spec", "up"]
@@ -171,14 +171,12 @@ def attach(
         with rollway.attach("http://10.0.0.5:8000") as stack:
             stack.refit(3, "/checkpoints/step-3")
     """
-    if target.startswith("dgd://"):
-        return Opening(
-            partial(_attach_graph, target, rl_url, watch, timeouts, listing, secret, record)
-        )
     if "://" not in target and (stack := _find_on_ray(target)) is not None:
         return Opening(partial(_attach_on_ray, stack, watch, timeouts))
-    addresses = _find_addresses(target, rl_url)
-    return Opening(partial(_attach, *addresses, watch, timeouts, listing, secret, record))
+    options = {"timeouts": timeouts, "listing": listing, "secret": secret, "record": record}
+    if target.startswith("dgd://"):
+        return Opening(partial(_attach_graph, target, rl_url, watch, options))
+    return Opening(partial(_attach, *_find_addresses(target, rl_url), watch, options))
 
 
 def make_spec(
@@ -234,10 +232,15 @@ async def _start(
     else:
         state = running.state
         stack = Stack(http, state.frontend, state.rl, state.models, state.name, Path(state.run_dir))
+    # The process that started the frontend brings joining workers up to date.
+    return await _begin(stack, cleanup, watch=spec.join is None)
+
+
+async def _begin(stack: Stack, cleanup: AsyncExitStack, *, watch: bool) -> Stack:
+    """Ask the workers what they serve, and have what that starts end with the block."""
     cleanup.callback(stack.close_history)
     cleanup.push_async_callback(stack.unwatch)
-    # The process that started the frontend brings joining workers up to date.
-    await stack.learn(watch=spec.join is None)
+    await stack.learn(watch=watch)
     return stack
 
 
@@ -308,30 +311,18 @@ async def _attach_on_ray(
 ) -> Stack:
     cleanup.callback(running.close)
     http = await cleanup.enter_async_context(WatchedHttp())
-    stack = _open_on_ray(http, running, timeouts, cleanup)
-    cleanup.callback(stack.close_history)
-    cleanup.push_async_callback(stack.unwatch)
-    await stack.learn(watch=watch)
-    return stack
+    return await _begin(_open_on_ray(http, running, timeouts, cleanup), cleanup, watch=watch)
 
 
 async def _attach_graph(
-    target: str,
-    rl_url: str | None,
-    watch: bool,
-    timeouts: AdminTimeouts | None,
-    listing: Source | None,
-    secret: str | None,
-    record: bool,
-    cleanup: AsyncExitStack,
+    target: str, rl_url: str | None, watch: bool, options: dict[str, Any], cleanup: AsyncExitStack
 ) -> Stack:
     # By its name: that package is above this module, and needs an extra.
     address = importlib.import_module("rollway.kubernetes.address")
     frontend, listed_at = await cleanup.enter_async_context(address.reach_graph(target))
     # Its record has the graph's name: the frontend may be reached by a port of this moment.
-    return await _attach(
-        frontend, rl_url or listed_at, "", watch, timeouts, listing, secret, record, cleanup, target
-    )
+    options = {**options, "label": target}
+    return await _attach(frontend, rl_url or listed_at, "", watch, options, cleanup)
 
 
 async def _attach(
@@ -339,12 +330,8 @@ async def _attach(
     rl_url: str,
     name: str,
     watch: bool,
-    timeouts: AdminTimeouts | None,
-    listing: Source | None,
-    secret: str | None,
-    record: bool,
+    options: dict[str, Any],
     cleanup: AsyncExitStack,
-    label: str = "",
 ) -> Stack:
     http = await cleanup.enter_async_context(Http())
     models, plain_vllm = await _list_models(http, frontend)
@@ -356,23 +343,8 @@ async def _attach(
             f"The frontend at {frontend} serves no model yet.",
             "Wait for its workers to register, then attach again.",
         )
-    stack = Stack(
-        http,
-        frontend,
-        rl_url,
-        models,
-        name,
-        timeouts=timeouts,
-        plain_vllm=plain_vllm,
-        listing=listing,
-        secret=secret,
-        record=record,
-        label=label,
-    )
-    cleanup.callback(stack.close_history)
-    cleanup.push_async_callback(stack.unwatch)
-    await stack.learn(watch=watch)
-    return stack
+    stack = Stack(http, frontend, rl_url, models, name, plain_vllm=plain_vllm, **options)
+    return await _begin(stack, cleanup, watch=watch)
 
 
 async def _list_models(http: Http, frontend: str) -> tuple[list[str], bool]:
@@ -415,16 +387,17 @@ def _find_addresses(target: str, rl_url: str | None) -> tuple[str, str, str]:
         host = None
     if host is None or parts.scheme not in ("http", "https"):
         raise UsageError(f"`{target}` is not an HTTP address.", "Use http://host:port.")
-    state = _find_local_stack(host, port)
+    state = _find_local_stack(frontend, host, port)
     if state is not None:
         return frontend, rl_url or state.rl, state.name
     default = f"http://{f'[{host}]' if ':' in host else host}:{DEFAULT_RL_PORT}"
     return frontend, rl_url or default, ""
 
 
-def _find_local_stack(host: str, port: int | None) -> StackState | None:
+def _find_local_stack(frontend: str, host: str, port: int | None) -> StackState | None:
     """Return the recorded stack of this user whose frontend has that address."""
-    if host not in ("localhost", "127.0.0.1", "::1"):
-        return None
-    states = (state for state in list_stacks() if state.is_supervised)
-    return next((state for state in states if urlsplit(state.frontend).port == port), None)
+    for state in list_stacks():
+        is_same_port = is_loopback(host) and urlsplit(state.frontend).port == port
+        if (is_same_port or state.frontend == frontend) and state.is_supervised:
+            return state
+    return None

@@ -8,7 +8,27 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, ClassVar, Literal
+
+Level = Literal["ok", "note", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a check has found about one thing: `ok`, or how bad it is, the cause and the fix."""
+
+    what: str
+    level: Level
+    cause: str
+    fix: str = ""
+
+    def as_json(self, *names: str) -> dict[str, str]:
+        """Return the fields in their order, under the names that a command has for them."""
+        return dict(zip(names or self.__slots__, astuple(self), strict=True))
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.cause} {self.fix}".strip()
 
 
 class RollwayError(Exception):
@@ -26,17 +46,21 @@ class RollwayError(Exception):
     """
 
     exit_code = 1
+    told: ClassVar[tuple[str, ...]] = ()
+    """The further attributes of a class that its JSON has."""
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", **attributes: Any) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        vars(self).update(attributes)
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".strip()
 
     def as_json(self) -> dict[str, Any]:
-        return {"error": type(self).__name__, "message": self.message, "hint": self.hint}
+        told = {name: getattr(self, name) for name in self.told}
+        return {"error": type(self).__name__, "message": self.message, "hint": self.hint, **told}
 
 
 class UsageError(RollwayError):
@@ -52,29 +76,21 @@ class SpecError(UsageError):
 class PlacementError(SpecError):
     """The replicas of a stack do not fit on a cluster; `tried` has one line per attempt."""
 
-    def __init__(self, message: str, hint: str = "", *, tried: Sequence[str] = ()) -> None:
-        super().__init__(message, hint)
-        self.tried = list(tried)
+    tried: Sequence[str] = ()
+    told = ("tried",)
 
     def __str__(self) -> str:
         return "\n  ".join([super().__str__(), *self.tried])
-
-    def as_json(self) -> dict[str, Any]:
-        return {**super().as_json(), "tried": self.tried}
 
 
 class StartError(RollwayError):
     """A stack did not start; the processes that had started were stopped."""
 
-    def __init__(self, message: str, hint: str = "", log_tail: str = "") -> None:
-        super().__init__(message, hint)
-        self.log_tail = log_tail
+    log_tail: str = ""
+    told = ("log_tail",)
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, (super().__str__(), self.log_tail)))
-
-    def as_json(self) -> dict[str, Any]:
-        return {**super().as_json(), "log_tail": self.log_tail}
 
 
 class PortInUse(StartError):
@@ -87,7 +103,7 @@ def restore_error(error: Mapping[str, Any]) -> RollwayError:
         return SpecError(error["message"], error["hint"])
     # A caller with a choice takes another port.
     kind = PortInUse if error["error"] == PortInUse.__name__ else StartError
-    return kind(error["message"], error["hint"], error.get("log_tail", ""))
+    return kind(error["message"], error["hint"], log_tail=error.get("log_tail", ""))
 
 
 class StackNotRunning(RollwayError):
@@ -97,9 +113,7 @@ class StackNotRunning(RollwayError):
 class StateUnreadable(RollwayError):
     """The state file of one stack is damaged; other stacks are not affected."""
 
-    def __init__(self, message: str, hint: str = "", *, reason: str = "") -> None:
-        super().__init__(message, hint)
-        self.reason = reason
+    reason: str = ""
 
 
 class Unreachable(RollwayError):
@@ -109,10 +123,8 @@ class Unreachable(RollwayError):
 class RequestFailed(RollwayError):
     """A server answered with an error."""
 
-    def __init__(self, message: str, hint: str = "", *, status: int, body: str = "") -> None:
-        super().__init__(message, hint)
-        self.status = status
-        self.body = body
+    status: int
+    body: str = ""
 
 
 class AdminError(RollwayError):
@@ -126,9 +138,7 @@ class NoWorkers(AdminError):
 class RefitError(RollwayError):
     """Not every worker serves the new version; `report` has the state of each worker."""
 
-    def __init__(self, message: str, hint: str = "", *, report: Any = None) -> None:
-        super().__init__(message, hint)
-        self.report = report
+    report: Any = None
 
 
 class RolloutError(RollwayError):
@@ -146,36 +156,19 @@ class ClusterError(RollwayError):
 class Forbidden(ClusterError):
     """A permission is missing; `rule` is the RBAC rule that grants it."""
 
-    def __init__(self, message: str, hint: str = "", *, rule: Mapping[str, Any]) -> None:
-        super().__init__(message, hint)
-        self.rule = dict(rule)
-
-    def as_json(self) -> dict[str, Any]:
-        return {**super().as_json(), "rule": self.rule}
+    rule: Mapping[str, Any]
+    told = ("rule",)
 
 
 class Conflict(ClusterError):
-    """Somebody else has the object, a field of it, or a newer version of it.
-
-    Attributes:
-        fields: the fields in conflict, each with the field manager that holds it.
-    """
-
-    def __init__(
-        self, message: str, hint: str = "", *, fields: Sequence[tuple[str, str]] = ()
-    ) -> None:
-        super().__init__(message, hint)
-        self.fields = list(fields)
-
-    def as_json(self) -> dict[str, Any]:
-        return {**super().as_json(), "fields": self.fields}
+    """Somebody else has the object or one of its fields, or has changed it meanwhile."""
 
 
 class RunExists(ClusterError):
     """A run of this name is there and cannot be taken up; it was not touched."""
 
 
-class LeaseLost(ClusterError):
+class RunTaken(ClusterError):
     """Another command has taken over the run that this one was starting; it was not undone."""
 
 
@@ -199,51 +192,19 @@ class NotReady(ClusterError):
         pod, event, log: the pod that holds it up, its last event and last log lines; may be empty.
     """
 
-    def __init__(
-        self,
-        message: str,
-        hint: str = "",
-        *,
-        graph: str,
-        gate: str,
-        pod: str = "",
-        event: str = "",
-        log: Sequence[str] = (),
-    ) -> None:
-        super().__init__(message, hint)
-        self.graph, self.gate, self.pod, self.event = graph, gate, pod, event
-        self.log = list(log)
+    graph: str
+    gate: str
+    pod: str = ""
+    event: str = ""
+    log: Sequence[str] = ()
+    told = ("graph", "gate", "pod", "event", "log")
 
     def __str__(self) -> str:
         return "\n  ".join([super().__str__(), *self.log])
 
-    def as_json(self) -> dict[str, Any]:
-        rest = {"graph": self.graph, "gate": self.gate, "pod": self.pod, "event": self.event}
-        return {**super().as_json(), **rest, "log": self.log}
-
 
 class InvalidObject(UsageError):
-    """The API server refused an object: its schema, a CEL rule or a webhook.
-
-    Attributes:
-        causes: (path, the server's words) per violation.
-        manifest: the object as YAML, with its secrets blanked.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        hint: str = "",
-        *,
-        causes: Sequence[tuple[str, str]] = (),
-        manifest: str = "",
-    ) -> None:
-        super().__init__(message, hint)
-        self.causes = list(causes)
-        self.manifest = manifest
-
-    def as_json(self) -> dict[str, Any]:
-        return {**super().as_json(), "causes": self.causes, "manifest": self.manifest}
+    """The API server refused an object: its schema, a CEL rule or a webhook."""
 
 
 def require(*modules: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollway.private import is_plain_name
+from rollway.private_files import is_plain_name
 
 MARK = "ROLLWAY_RUN"
 SHM = Path("/dev/shm")
@@ -146,15 +146,6 @@ def find_runs() -> dict[str, set[ProcessId]]:
 def is_supervisor(process: ProcessId) -> bool:
     """Return whether this is a living supervisor of a stack."""
     return process.alive and "rollway.stack.supervisor" in read_command(process, 2000)
-
-
-def find_descendants(root: int) -> set[ProcessId]:
-    """Find the living children of a process, and their children, to any depth."""
-    entries = [entry for pid in _list_own_pids() if (entry := _read_entry(pid))]
-    family = {root}
-    while more := {entry.id.pid for entry in entries if entry.parent in family} - family:
-        family |= more
-    return {e.id for e in entries if e.id.pid in family - {root} and e.state not in "ZX"}
 
 
 def find_shared_memory(processes: Iterable[ProcessId]) -> set[str]:

@@ -18,9 +18,9 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVa
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from rollway.config import is_loopback
 from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import Weights
+from rollway.spec import is_loopback
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 from rollway.weights.transports.choose import LOOPBACK, Destination, TransportName, open_publisher

@@ -17,11 +17,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack
 
-from rollway.async_stack import Stack as AsyncStack
 from rollway.fleet.fleet import Fleet as AsyncFleet
 from rollway.publishing import PublisherOptions, Transport
 from rollway.rollout.client import Rollouts as AsyncRollouts
 from rollway.rollout.teacher import Teacher as AsyncTeacher
+from rollway.stack_handle import Stack as AsyncStack
 from rollway.weights.transports.base import Publisher
 
 A = TypeVar("A")

@@ -68,7 +68,7 @@ PLUGIN = """
 import nemo_curator.core.serve as serve
 from nemo_curator.core.serve.dynamo.backend import DynamoBackend
 from rollway.integrations.curator import InferenceServer, translate
-from rollway.ranks import merge_runtime_envs
+from rollway.model_spec import merge_runtime_envs
 
 def merge(base, over):
     return merge_runtime_envs(base or {}, over or {})

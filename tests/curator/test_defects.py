@@ -27,16 +27,17 @@ from nemo_curator.core.serve import (
     DynamoVLLMModelConfig,
 )
 
-from rollway.config import StackSpec, parse_spec
 from rollway.errors import SpecError, StartError
 from rollway.integrations.curator.backend import make_launcher_fields
 from rollway.integrations.curator.translate import make_fields, make_stack_name
+from rollway.spec import StackSpec, parse_spec
 from rollway.stack import plan as planning
-from rollway.stack import workers as stack_workers
+from rollway.stack import preset
 from rollway.stack.locks import Lease
 from rollway.stack.plan import StackPlan, plan_stack
+from rollway.stack.ray.cluster import NodeInfo
 from rollway.stack.ray.node_check import check_runtime_envs
-from rollway.stack.ray.placement import NodeInfo, Placement, plan_placement
+from rollway.stack.ray.placement import Placement, plan_placement
 from tests.curator.conftest import ENGINE_PYTHON
 
 KV_EVENTS = DynamoRouterConfig(mode="kv", kv_events=True)
@@ -130,7 +131,7 @@ def test_M_replicas_over_two_nodes_have_a_master_port_each(plan: Plan) -> None:
 def test_N_disaggregated_workers_never_share_a_port(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack_workers, "has_nixl", lambda _: True)  # only ports are the point
+    monkeypatch.setattr(preset, "has_nixl", lambda _: True)  # only ports are the point
     roles = {"prefill": DynamoRoleConfig(20), "decode": DynamoRoleConfig(20)}
     spec = translate(DynamoVLLMModelConfig("org/m", mode="disagg", **roles))
     workers = plan(spec).by_role("worker")

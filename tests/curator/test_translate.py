@@ -13,13 +13,13 @@ from nemo_curator.core.serve import (
     DynamoVLLMModelConfig,
 )
 
-from rollway.config import parse_spec
 from rollway.integrations.curator.translate import (
     ConfigError,
     choose_router,
     make_fields,
     make_stack_name,
 )
+from rollway.spec import parse_spec
 from rollway.stack.ray.node_check import check_runtime_envs, list_packages
 
 NO_EVENTS = {"enable_kv_cache_events": False}

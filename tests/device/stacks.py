@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 import rollway
+from examples.exactness.mismatch import Mismatch, mismatch
 from rollway.demo.model import build_base
 from rollway.demo.placement import make_float32_env
 from rollway.rollout.client import Rollout
-from rollway.rollout.mismatch import Mismatch, mismatch
 from rollway.stack.preset import cache_dir, list_gpus
 from tests.stack.policies import Policy
 

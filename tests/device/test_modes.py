@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import rollway
+from benchmarks.gpu_load import make_prompts, read_metric
+from benchmarks.real_model import Weights, cache_model, change_all, draw_weights
 from rollway.aio import Stack, up
-from rollway.bench.gpu_load import make_prompts, read_metric
-from rollway.bench.real_model import Weights, cache_model, change_all, draw_weights
 from rollway.fleet.report import RefitMode
 from rollway.rollout.client import Rollout
 from rollway.stack.preset import cache_dir

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, ROLE, ROLE_BINDING, SERVICE_ACCOUNT
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import DGD
 from tests.kubernetes.control_plane import ControlPlane
+from tests.kubernetes.kinds import ROLE, ROLE_BINDING, SERVICE_ACCOUNT
 from tests.waiting import wait_until
 
 

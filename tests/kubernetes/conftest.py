@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import NAMESPACE
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import NAMESPACE
 from tests.kubernetes.control_plane import ControlPlane, find_assets
 from tests.kubernetes.dynamo_operator import DynamoOperator
 from tests.kubernetes.kuberay_operator import KubeRayOperator

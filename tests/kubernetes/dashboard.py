@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from rollway.kubernetes.kinds import Object
+from rollway.kubernetes.objects import Object
 
 
 class Dashboard:

@@ -18,12 +18,17 @@ from pathlib import Path
 
 from rollway.errors import Conflict, RollwayError
 from rollway.kubernetes.address import COMPONENT_LABEL, TYPE_LABEL
-from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.conversion import convert
-from rollway.kubernetes.expected import read_expected
-from rollway.kubernetes.kinds import DGD, DGD_ALPHA, POD, SCALING_ADAPTER, Kind, Object
-from rollway.kubernetes.names import (
+from rollway.kubernetes.gates import read_expected
+from rollway.kubernetes.objects import (
+    DGD,
+    DGD_ALPHA,
     DGD_LABEL,
+    POD,
+    SCALING_ADAPTER,
+    Kind,
+    Object,
     name_adapter,
     name_dynamo_namespace,
     name_service,

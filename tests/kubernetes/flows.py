@@ -15,20 +15,21 @@ from typing import Any
 
 import yaml
 
-from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.infra import load_infra, merge
-from rollway.kubernetes.kinds import (
+from rollway.kubernetes.manifests import Manifests, render_all
+from rollway.kubernetes.objects import (
+    CONFIG_MAP,
     DEPLOYMENT,
     DGD,
-    LEASE,
     POD,
     RAYCLUSTER,
     RAYJOB,
+    RUN_LABEL,
     SERVICE,
     Kind,
     Object,
 )
-from rollway.kubernetes.manifests import Manifests, render_all
 from rollway.kubernetes.run import bring_up, start_run
 from rollway.kubernetes.spec import Infra
 from rollway.kubernetes.steps import Limits, RunOptions, RunResult
@@ -39,7 +40,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 IMAGE = "registry/rollway:1.6.1"
 RUN = "math"
-KINDS = (RAYJOB, RAYCLUSTER, DGD, DEPLOYMENT, SERVICE, POD, LEASE)
+KINDS = (RAYJOB, RAYCLUSTER, DGD, DEPLOYMENT, SERVICE, POD, CONFIG_MAP)
 QUICK = Limits(gates=30, suspend=20, cluster=20, deployments=20, grace=2, driver=30, gone=30)
 
 _RAY_POD = {"spec": {"containers": [{"name": "ray"}]}}
@@ -139,7 +140,7 @@ class World:
         return json.loads(ended.stdout)
 
     def list(self, kind: Kind) -> list[Object]:
-        return self.admin.list(kind)[0]
+        return self.admin.list(kind)
 
     def get(self, kind: Kind, name: str) -> Object:
         body = self.admin.get(kind, name)
@@ -157,6 +158,7 @@ class World:
             for kind in KINDS
             for body in self.list(kind)
             if body["metadata"]["name"] not in but
+            and (kind != CONFIG_MAP or RUN_LABEL in body["metadata"].get("labels", {}))
         ]
 
     def wait_until_empty(self, *, but: tuple[str, ...] = ()) -> None:

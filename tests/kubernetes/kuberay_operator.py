@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollway.errors import Conflict, RollwayError
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import POD, RAYCLUSTER, RAYJOB, Object
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import POD, RAYCLUSTER, RAYJOB, Object
 from tests.kubernetes.dashboard import Dashboard
 from tests.kubernetes.loop import OperatorLoop
 from tests.kubernetes.node import make_reference, now

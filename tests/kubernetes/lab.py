@@ -13,8 +13,8 @@ import signal
 import threading
 from pathlib import Path
 
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import NAMESPACE
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import NAMESPACE
 from tests.kubernetes.control_plane import ControlPlane, find_assets
 from tests.kubernetes.dynamo_operator import Faults
 from tests.kubernetes.flows import open_world, write_infra

@@ -1,4 +1,4 @@
-"""What the stand-in operators share: a node, and a thread that follows kinds and reconciles."""
+"""What the stand-in operators share: a node, and a thread that lists kinds and reconciles."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rollway.errors import RollwayError
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import POD, Kind, Object
-from rollway.kubernetes.watches import Follower, Selection
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import POD, Kind, Object
 from tests.kubernetes.node import STAND_IN, TestNode
 
 TICK_SECONDS = 0.1
@@ -52,20 +51,30 @@ class OperatorLoop:
         assert not self._errors, self._errors
 
     def _run(self) -> None:
-        ours = ",".join(f"{key}={value}" for key, value in STAND_IN.items())
-        selections = [Selection(kind, ours if kind == POD else "") for kind in self._takers]
-        while not self._stop.is_set():
+        known: dict[Kind, dict[str, Object]] = {kind: {} for kind in self._takers}
+        while not self._stop.wait(TICK_SECONDS):
             try:
-                with Follower(self._cluster, selections) as follower:
-                    while not self._stop.is_set():
-                        item = follower.take(TICK_SECONDS)
-                        while item is not None:
-                            selection, change = item
-                            self._takers[selection.kind](change.type, change.object)
-                            item = follower.take(0.0)
-                        self._reconcile()
+                for kind, take in self._takers.items():
+                    for word, live in self._find_changes(kind, known[kind]):
+                        take(word, live)
+                self._reconcile()
             except RollwayError:  # an API server that was killed, an object that is gone
                 self._stop.wait(1.0)
             except Exception as error:  # noqa: BLE001 - the test shows it at its end
                 self._errors.append(error)
                 return
+
+    def _find_changes(self, kind: Kind, known: dict[str, Object]) -> list[tuple[str, Object]]:
+        """Compare what is there with what was there; an object with another UID is another."""
+        ours = ",".join(f"{key}={value}" for key, value in STAND_IN.items())
+        listed = self._cluster.list(kind, labels=ours if kind == POD else "")
+        what = {"apiVersion": kind.api_version, "kind": kind.kind}
+        live = {body["metadata"]["uid"]: {**what, **body} for body in listed}
+        gone = [("DELETED", known.pop(uid)) for uid in [*known] if uid not in live]
+        changed = []
+        for uid, body in live.items():
+            version = known.get(uid, {}).get("metadata", {}).get("resourceVersion")
+            if version != body["metadata"]["resourceVersion"]:
+                changed.append(("MODIFIED" if uid in known else "ADDED", body))
+                known[uid] = body
+        return gone + changed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollway.kubernetes.kinds import DGD, RAYCLUSTER, RAYJOB, Object
-from rollway.kubernetes.names import make_labels
+from rollway.kubernetes.objects import DGD, RAYCLUSTER, RAYJOB, Object, make_labels
 
 RUN = "grpo"
 

@@ -21,9 +21,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from rollway.errors import Conflict, RollwayError
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import ENDPOINTS, EVENT, NODE, POD, SERVICE, Object
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import EVENT, POD, SERVICE, Object
 from tests.kubernetes.control_plane import find_own_address
+from tests.kubernetes.kinds import ENDPOINTS, NODE
 
 STAND_IN = {"tests/stand-in": "true"}
 """The label of all pods that this node runs."""

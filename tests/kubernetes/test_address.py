@@ -11,9 +11,9 @@ import pytest
 import rollway
 from rollway.errors import Forbidden, StackNotRunning, UsageError
 from rollway.kubernetes.address import parse_target, reach_graph
-from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.gates import wait_until_ready
-from rollway.kubernetes.kinds import DGD
+from rollway.kubernetes.objects import DGD
 from tests.conftest import Cli
 from tests.kubernetes.accounts import connect_as
 from tests.kubernetes.control_plane import ControlPlane
@@ -105,7 +105,7 @@ async def test_what_is_missing_is_named(
 
 
 def test_a_target_has_a_namespace_and_a_name() -> None:
-    assert parse_target("dgd://rl/policy").name == "policy"
+    assert parse_target("dgd://rl/policy") == ("rl", "policy")
     for wrong in ("dgd://rl", "dgd:///policy", "dgd://rl/a/b", "http://rl/policy"):
         with pytest.raises(UsageError, match="names no DynamoGraphDeployment"):
             parse_target(wrong)

@@ -16,22 +16,13 @@ from rollway.errors import (
     NamespaceMissing,
     UsageError,
 )
-from rollway.kubernetes import connection
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.drift import find_drift
-from rollway.kubernetes.kinds import (
-    CONFIG_MAP,
-    DGD,
-    POD,
-    RAYJOB,
-    SECRET,
-    SERVICE_ACCOUNT,
-    Kind,
-)
-from rollway.kubernetes.names import DGD_LABEL
-from rollway.kubernetes.waits import wait_until_gone
+from rollway.kubernetes import client
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import CONFIG_MAP, DGD, POD, RAYJOB, Kind
+from rollway.kubernetes.waits import Deadline, wait_until_gone
 from tests.kubernetes.accounts import connect_as
 from tests.kubernetes.control_plane import ControlPlane
+from tests.kubernetes.kinds import SERVICE_ACCOUNT
 from tests.kubernetes.manifests import make_component, make_graph, make_job
 from tests.waiting import wait_until
 
@@ -46,17 +37,6 @@ def test_an_apply_of_the_same_object_changes_nothing(admin: Cluster) -> None:
     second = admin.apply(DGD, make_graph())
     assert first["metadata"]["generation"] == second["metadata"]["generation"] == 1
     assert first["metadata"]["resourceVersion"] == second["metadata"]["resourceVersion"]
-
-
-def test_an_apply_asks_nothing_but_whether_the_object_exists(admin: Cluster) -> None:
-    admin.requests.clear()
-    admin.apply(DGD, make_graph())
-    assert admin.requests == {("get", DGD.plural): 1, ("patch", DGD.plural): 1}
-    admin.requests.clear()
-    known = admin.list_by_name(DGD)
-    admin.apply(DGD, make_graph(), live=known.get("policy"))
-    admin.apply(DGD, make_graph("other"), live=known.get("other"))
-    assert admin.requests == {("list", DGD.plural): 1, ("patch", DGD.plural): 2}
 
 
 def test_a_dry_run_leaves_nothing(admin: Cluster) -> None:
@@ -75,29 +55,23 @@ def test_a_conflict_names_the_field_and_its_manager(
         "spec": {"components": [{"name": "worker", "replicas": 7}]},
     }
     control_plane.request("PATCH", path, theirs, "application/apply-patch+yaml")
-    with pytest.raises(Conflict) as raised:
+    with pytest.raises(Conflict, match=r"planner") as raised:
         admin.apply(DGD, make_graph(workers=2))
-    field = '.spec.components[name="worker"].replicas'
-    assert raised.value.fields == [(field, "planner")]
-    assert field in raised.value.message and "planner" in raised.value.message
-    forced = admin.apply(DGD, make_graph(workers=2), force=True)
-    assert forced["spec"]["components"][1]["replicas"] == 2
+    assert '.spec.components[name="worker"].replicas' in raised.value.message
 
 
 def test_only_our_own_fields_can_drift(admin: Cluster, control_plane: ControlPlane) -> None:
     admin.apply(DGD, make_graph())
-    assert find_drift(admin, DGD, make_graph()) == []
+    assert admin.find_drift(DGD, make_graph()) == ()
     # A field of somebody else, and defaults, are no drift.
     path = DGD.make_path(admin.namespace, "policy")
     body = {"metadata": {"annotations": {"other": "x"}}, "spec": {"backendFramework": "vllm"}}
     control_plane.request("PATCH", path, body, "application/merge-patch+json")
-    assert find_drift(admin, DGD, make_graph()) == []
+    assert admin.find_drift(DGD, make_graph()) == ()
     components = make_graph(workers=5)["spec"]["components"]
     change = {"spec": {"components": components}}
     control_plane.request("PATCH", path, change, "application/merge-patch+json")
-    (drift,) = find_drift(admin, DGD, make_graph())
-    assert (drift.path, drift.live, drift.wanted) == ("spec.components[worker].replicas", 5, 1)
-    assert "spec.components[worker].replicas: 5 -> 1" in str(drift)
+    assert admin.find_drift(DGD, make_graph()) == ("spec.components.worker.replicas",)
 
 
 def test_an_object_of_another_owner_is_refused(admin: Cluster, control_plane: ControlPlane) -> None:
@@ -120,10 +94,10 @@ def test_an_object_that_is_being_deleted_is_refused(admin: Cluster) -> None:
     with pytest.raises(Conflict, match=r"still being deleted .held by finalizer example.com/held"):
         admin.apply(DGD, make_graph())
     with pytest.raises(ClusterError, match=r"policy .held by finalizer example.com/held") as raised:
-        wait_until_gone(admin, DGD, ["policy"], 1.5)
-    assert "not gone after" in raised.value.message
+        wait_until_gone(admin, DGD, ["policy"], Deadline(1.5))
+    assert "not gone in time" in raised.value.message
     admin.patch(DGD, "policy", {"metadata": {"finalizers": None}})
-    wait_until_gone(admin, DGD, ["policy"], 20)
+    wait_until_gone(admin, DGD, ["policy"], Deadline(20))
     assert admin.get(DGD, "policy") is None
 
 
@@ -131,39 +105,25 @@ def test_an_object_that_is_being_deleted_is_refused(admin: Cluster) -> None:
 
 
 def test_an_unknown_field_is_the_users_error(admin: Cluster) -> None:
-    with pytest.raises(InvalidObject) as raised:
+    with pytest.raises(InvalidObject, match=r"spec.compnents: field not declared") as raised:
         admin.apply(DGD, make_graph(compnents=[]))
     assert raised.value.exit_code == 2
-    assert raised.value.causes == [("spec.compnents", "field not declared in schema")]
     with pytest.raises(InvalidObject, match="compnents"):
         admin.create(DGD, make_graph(compnents=[]))
 
 
 def test_a_wrong_type_names_its_path(admin: Cluster) -> None:
-    with pytest.raises(InvalidObject, match=r"replicas") as raised:
+    with pytest.raises(InvalidObject, match=r"replicas"):
         graph = make_graph()
         graph["spec"]["components"][1]["replicas"] = "two"
         admin.apply(DGD, graph)
-    assert "replicas" in raised.value.causes[0][0]
 
 
 def test_a_rule_of_the_crd_is_shown_as_written(admin: Cluster) -> None:
     graph = make_graph()
     graph["spec"]["components"].append(make_component("WORKER", "worker", 1, []))
-    with pytest.raises(InvalidObject) as raised:
+    with pytest.raises(InvalidObject, match=r"spec.components.*unique"):
         admin.apply(DGD, graph)
-    assert raised.value.causes[0][0] == "spec.components"
-    assert "unique" in raised.value.message
-
-
-def test_secrets_are_blanked_in_errors(admin: Cluster) -> None:
-    graph = make_graph(wrong=1)
-    container = graph["spec"]["components"][1]["podTemplate"]["spec"]["containers"][0]
-    container["env"] = [{"name": "HF_TOKEN", "value": "hf_abc"}, {"name": "SEED", "value": "17"}]
-    with pytest.raises(InvalidObject) as raised:
-        admin.apply(DGD, graph)
-    assert "hf_abc" not in json.dumps(raised.value.as_json())
-    assert "***" in raised.value.manifest and "17" in raised.value.manifest
 
 
 def test_a_missing_crd_is_named_with_what_installs_it(admin: Cluster) -> None:
@@ -183,7 +143,7 @@ def test_a_missing_namespace_is_named(admin: Cluster) -> None:
 def test_a_patch_of_an_older_version_is_a_conflict(admin: Cluster) -> None:
     version = admin.apply(DGD, make_graph())["metadata"]["resourceVersion"]
     admin.patch(DGD, "policy", {"metadata": {"annotations": {"a": "b"}}})
-    with pytest.raises(Conflict, match="changed by somebody else"):
+    with pytest.raises(Conflict, match="has been modified"):
         admin.patch(DGD, "policy", {"metadata": {}}, resource_version=version)
     with pytest.raises(ClusterError, match="does not exist"):
         admin.patch(DGD, "missing", {"metadata": {}})
@@ -199,7 +159,7 @@ def test_only_the_object_with_the_uid_is_deleted(admin: Cluster) -> None:
 
 def test_creating_twice_is_a_conflict(admin: Cluster) -> None:
     admin.create(RAYJOB, make_job())
-    with pytest.raises(Conflict, match="exists already"):
+    with pytest.raises(Conflict, match="already exists"):
         admin.create(RAYJOB, make_job())
 
 
@@ -274,7 +234,7 @@ def test_a_pod_uses_its_service_account_and_services_directly(
     (tmp_path / "namespace").write_text(admin.namespace)
     certificate = json.loads(control_plane.kubeconfig.read_text())["clusters"][0]["cluster"]
     (tmp_path / "ca.crt").write_text(Path(certificate["certificate-authority"]).read_text())
-    monkeypatch.setattr(connection, "ACCOUNT", tmp_path)
+    monkeypatch.setattr(client, "ACCOUNT", tmp_path)
     monkeypatch.delenv("KUBECONFIG", raising=False)
     host, port = control_plane.url.removeprefix("https://").split(":")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
@@ -285,34 +245,3 @@ def test_a_pod_uses_its_service_account_and_services_directly(
         pod.list(POD)
     # There is no cluster DNS here: a Service that cannot be reached is a 502, as of the proxy.
     assert pod.ask_service("policy-frontend", 8000, "/health")[0] == 502
-
-
-# --- many objects ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def thousand_pods(admin: Cluster) -> Cluster:
-    template = {"spec": {"containers": [{"name": "main", "image": "any:1.0.0"}]}}
-    for number in range(1000):
-        labels = {DGD_LABEL: "policy" if number % 100 == 0 else "other"}
-        meta = {"name": f"pod-{number}", "labels": labels}
-        admin.create(POD, {"metadata": meta, **template})
-    return admin
-
-
-def test_a_thousand_pods_are_listed_in_pages_and_by_label(thousand_pods: Cluster) -> None:
-    thousand_pods.requests.clear()
-    everything, _ = thousand_pods.list(POD)
-    assert len(everything) == 1000
-    assert thousand_pods.requests == {("list", "pods"): 2}
-    ours, _ = thousand_pods.list(POD, labels=f"{DGD_LABEL} in (policy)")
-    assert len(ours) == 10
-    names = thousand_pods.list_by_name(POD)
-    assert len(names) == 1000 and "spec" not in names["pod-0"]
-
-
-def test_secret_objects_are_blanked(admin: Cluster) -> None:
-    body = {"metadata": {"name": "Not A Name"}, "kind": "Secret", "spec": {}, "data": {"a": "eHl6"}}
-    with pytest.raises(InvalidObject) as raised:
-        admin.create(SECRET, {"apiVersion": "v1", **body})
-    assert "eHl6" not in json.dumps(raised.value.as_json())

@@ -10,19 +10,22 @@ import pytest
 import yaml
 
 from rollway.errors import RollwayError
-from rollway.kubernetes import kinds
-from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes import objects
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.conversion import convert
 from rollway.kubernetes.infra import DEFAULTS_VARIABLE, load_infra
-from rollway.kubernetes.kinds import CRD, DGD, DGD_ALPHA, Kind
 from rollway.kubernetes.manifests import render_all
-from rollway.observe.export.podmonitors import make_podmonitors, make_rule_object
-from rollway.observe.export.rules import make_rules
+from rollway.kubernetes.objects import DGD, DGD_ALPHA, Kind
+from tests.kubernetes import kinds
+from tests.kubernetes.kinds import CRD
+from tests.observe.deployed import read_objects
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "kubernetes"
 NAMES = sorted(p.stem for p in EXAMPLES.glob("*.yaml") if not p.stem.endswith("-graph"))
-KINDS = {(k.api_version, k.kind): k for k in vars(kinds).values() if isinstance(k, Kind)}
+NAMED = {**vars(objects), **vars(kinds)}
+KINDS = {(k.api_version, k.kind): k for k in NAMED.values() if isinstance(k, Kind)}
 GRAPHS = "dynamographdeployments.nvidia.com"
 
 
@@ -34,9 +37,8 @@ def no_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def render(cluster: Cluster, name: str, version: str) -> list[dict[str, Any]]:
     infra = load_infra(infra=EXAMPLES / f"{name}.yaml")
-    return render_all(
-        infra.model_copy(update={"namespace": cluster.namespace}), version=version
-    ).objects
+    objects = render_all(infra.model_copy(update={"namespace": cluster.namespace})).objects
+    return [convert(body, version).graph if body["kind"] == DGD.kind else body for body in objects]
 
 
 def find_kind(item: dict[str, Any]) -> Kind | None:
@@ -110,13 +112,10 @@ def test_the_server_accepts_the_shipped_roles(admin: Cluster, path: Path) -> Non
         admin.create(kind, item, dry_run=True)
 
 
-@pytest.mark.parametrize("graph", [None, "policy"])
-def test_the_server_accepts_what_prometheus_operator_gets(
-    admin: Cluster, graph: str | None
-) -> None:
+def test_the_server_accepts_what_prometheus_operator_gets(admin: Cluster) -> None:
     kinds = {
         "PodMonitor": Kind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor"),
         "PrometheusRule": Kind("monitoring.coreos.com", "v1", "prometheusrules", "PrometheusRule"),
     }
-    for item in (*make_podmonitors(graph), make_rule_object(make_rules())):
+    for item in read_objects():
         admin.create(kinds[item["kind"]], item, dry_run=True)

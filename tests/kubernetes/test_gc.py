@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, POD, RAYCLUSTER, RAYJOB
-from rollway.kubernetes.names import name_lease
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import DGD, POD, RAYCLUSTER, RAYJOB, name_mark
 from tests.kubernetes.flows import RUN, World, make_graph, open_world
 from tests.waiting import wait_until
 
@@ -36,7 +35,7 @@ def test_inference_goes_with_the_ray_cluster(world: World, theirs: tuple[str, ..
     result = world.run(infra)
     world.kuberay.get_faults(RUN).no_cluster = True  # a real KubeRay would not make another
     world.admin.delete(RAYCLUSTER, result.ray_cluster)
-    world.wait_until_empty(but=(*theirs, RUN, name_lease(RUN)))
+    world.wait_until_empty(but=(*theirs, RUN, name_mark(RUN)))
     assert world.get_owners(DGD, "theirs") == []
     world.admin.delete(RAYJOB, RUN)
     world.wait_until_empty(but=theirs)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, RAYJOB
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import DGD, RAYJOB
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.flows import RUN, World, make_env, make_graph, open_world, write_infra
 from tests.waiting import wait_until
@@ -146,12 +146,12 @@ def test_a_missing_operator_is_named_with_its_installation(
     monkeypatch.setattr(check, "RAYJOB", gone)
     loaded, _ = world.load(launch=LAUNCH)
     findings = {each.what: each for each in check.check_cluster(world.cluster, render_all(loaded))}
-    assert not findings["CRD rayjobs.ray.io"].ok
+    assert findings["CRD rayjobs.ray.io"].level == "error"
     assert "helm install kuberay-operator" in findings["CRD rayjobs.ray.io"].fix
 
 
 def test_quota_is_compared_with_what_is_asked_for(world: World) -> None:
-    from rollway.kubernetes.kinds import QUOTA
+    from rollway.kubernetes.objects import QUOTA
 
     world.admin.create(
         QUOTA,

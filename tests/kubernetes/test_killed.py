@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, RAYCLUSTER, RAYJOB
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import DGD, RAYCLUSTER, RAYJOB
 from tests.kubernetes.flows import RUN, World, make_env, make_graph, open_world, write_infra
 
 SUSPENDED = [
@@ -85,7 +85,7 @@ def test_killed_at_any_step_a_second_run_goes_on(world: World, step: str) -> Non
     run_until(world, step, signal.SIGKILL)
     before = {body["metadata"]["uid"] for body in world.list(RAYJOB)}
     infra = world.folder / "cli" / "infra.yaml"
-    result = world.call("run", "--infra", infra, "--no-wait", "--driver-grace", "2")
+    result = world.call("run", "--infra", infra, "--resume", "--no-wait", "--driver-grace", "2")
     assert result["state"] == "submitted"
     jobs = world.list(RAYJOB)
     assert len(jobs) == len(world.list(RAYCLUSTER)) == 1

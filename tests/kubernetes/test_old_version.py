@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import CRD, DGD, DGD_ALPHA, POD, RAYJOB
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import DGD, DGD_ALPHA, POD, RAYJOB
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.flows import QUICK, RUN, World, make_graph, open_world
+from tests.kubernetes.kinds import CRD
 from tests.waiting import wait_until
 
 GRAPHS = "dynamographdeployments.nvidia.com"
@@ -83,5 +84,5 @@ def test_a_run_is_taken_up_and_rolled_back_in_the_old_version(world: World) -> N
     world.cluster.create(RAYJOB, job)  # of a CLI that was killed
     world.dynamo.get_faults("policy").failed = "no such image"
     with pytest.raises(Exception, match="no such image"):
-        world.run(infra, limits=LONG)
+        world.run(infra, limits=LONG, resume=True)
     wait_until(lambda: not world.list(DGD_ALPHA) and not world.list(RAYJOB), 60)

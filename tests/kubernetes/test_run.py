@@ -11,9 +11,17 @@ from pathlib import Path
 import pytest
 
 from rollway.errors import ClusterError, RunExists, UsageError
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DEPLOYMENT, DGD, POD, RAYCLUSTER, RAYJOB, SERVICE
-from rollway.kubernetes.names import RUN_LABEL, name_lease
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import (
+    DEPLOYMENT,
+    DGD,
+    POD,
+    RAYCLUSTER,
+    RAYJOB,
+    RUN_LABEL,
+    SERVICE,
+    name_mark,
+)
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.flows import RAY, RUN, World, make_graph, open_world
 from tests.waiting import wait_until
@@ -69,35 +77,13 @@ def test_no_pod_of_training_is_there_before_the_gates(world: World) -> None:
     take_down(world.cluster, RUN)
 
 
-@pytest.mark.parametrize("graphs", [1, 4])
-def test_a_run_asks_little_more_than_it_must(world: World, graphs: int) -> None:
-    """One write for each object, one watch for each kind, two questions to each frontend."""
-    infra, _ = world.load(
-        *[make_graph(f"policy-{number}") for number in range(graphs)],
-        launch={"entrypoint": "sleep 60"},
-    )
-    counts: list[int] = []
-
-    class Reports(list[str]):
-        def append(self, text: str) -> None:
-            if text.startswith("resume"):
-                counts.append(sum(world.cluster.requests.values()))
-
-    for name in range(graphs):  # so that no frontend is asked before it lists its workers
-        world.dynamo.get_faults(f"policy-{name}").ready_after = 0.5
-    world.run(infra, reports=Reports())
-    fewest = 1 + graphs + 3 + 2 * graphs
-    assert counts[0] <= 1.5 * fewest
-    take_down(world.cluster, RUN)
-
-
 def test_a_run_that_is_awaited_ends_with_its_job_and_frees_inference(world: World) -> None:
     infra, _ = world.load()
     result = world.run(infra, wait=True)
     assert result.state == "Complete"
     # KubeRay removes the cluster, and the garbage collector what it owns. The RayJob stays, and
-    # with it the Lease.
-    world.wait_until_empty(but=(RUN, name_lease(RUN)))
+    # with it the mark.
+    world.wait_until_empty(but=(RUN, name_mark(RUN)))
     assert [body["metadata"]["name"] for body in world.list(RAYJOB)] == [RUN]
     take_down(world.cluster, RUN)
     world.wait_until_empty()
@@ -237,7 +223,7 @@ def test_deployments_come_before_graphs_and_go_with_them(world: World) -> None:
     def play_kubelet() -> None:
         """Report the pods of the Deployment as ready, once it is known that no graph is there."""
         while not stop.wait(0.2):
-            for body in world.admin.list(POD, labels="rollway.dev/key=deployments.gym")[0]:
+            for body in world.admin.list(POD, labels="rollway.dev/key=deployments.gym"):
                 if not (body.get("status") or {}).get("containerStatuses"):
                     graphs.append(len(world.list(DGD)))
                     report_ready(world, body["metadata"]["name"])
@@ -288,13 +274,15 @@ def test_up_brings_up_servers_without_a_job(world: World) -> None:
 def test_a_second_run_of_one_name_resumes_refuses_and_never_doubles(world: World) -> None:
     infra, _ = world.load(launch={"entrypoint": "sleep 60"})
     first = world.run(infra)
-    second = world.run(infra)
+    with pytest.raises(RunExists, match="exists"):
+        world.run(infra)
+    second = world.run(infra, resume=True)
     assert second.ray_cluster == first.ray_cluster
     assert second.driver is not None and first.driver is not None
     assert second.driver.id == first.driver.id
     other, _ = world.load(launch={"entrypoint": "sleep 61"})
     with pytest.raises(RunExists, match=r"spec\.entrypoint"):
-        world.run(other)
+        world.run(other, resume=True)
     assert world.get(RAYJOB, RUN)["spec"]["entrypoint"] == "sleep 60"
     again = world.run(other, recreate=True)
     assert again.ray_cluster != first.ray_cluster
@@ -315,7 +303,7 @@ def test_two_commands_at_once_make_one_run(world: World) -> None:
     refusals = [error for future in ended if (error := future.exception()) is not None]
     assert [type(error) for error in refusals] == [RunExists, RunExists]
     assert all("is being started by" in str(error) for error in refusals)
-    assert world.run(infra).ray_cluster == result.ray_cluster
+    assert world.run(infra, resume=True).ray_cluster == result.ray_cluster
     assert len(world.list(RAYJOB)) == len(world.list(RAYCLUSTER)) == 1
     assert len(world.list(DGD)) == 2
     dashboard = world.kuberay.clusters[result.ray_cluster].dashboard

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from rollway.errors import ClusterError, InvalidObject, RollwayError
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, NAMESPACE, POD, RAYJOB
+from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.manifests import render_all
-from rollway.kubernetes.run import JobRun
-from rollway.kubernetes.steps import Run, RunOptions
+from rollway.kubernetes.objects import DGD, NAMESPACE, POD, RAYJOB
+from rollway.kubernetes.run import start_run
+from rollway.kubernetes.steps import RunOptions
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.flows import QUICK, RUN, World, make_graph, meanwhile, open_world
@@ -143,9 +143,8 @@ def test_a_job_that_kuberay_refuses_takes_all_with_it(world: World) -> None:
     job["spec"]["shutdownAfterJobFinishes"] = False
     del job["spec"]["ttlSecondsAfterFinished"]
     options = RunOptions(wait=False, limits=QUICK)
-    run = Run(world.cluster, infra, manifests, options, lambda _: None, "suspended")
     with pytest.raises(ClusterError, match=r"ValidationFailed.*not allowed") as caught:
-        JobRun(run).start()
+        start_run(world.cluster, infra, manifests, options)
     assert "inference-first" in caught.value.hint
     world.wait_until_empty()
 

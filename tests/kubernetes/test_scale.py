@@ -14,8 +14,8 @@ import pytest
 
 import rollway
 from rollway.errors import RollwayError
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, POD, SCALING_ADAPTER
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import DGD, POD, SCALING_ADAPTER
 from rollway.rollout.trajectory import Rollout
 from tests.kubernetes.flows import RUN, World, make_env, make_graph, open_world
 from tests.kubernetes.graphs import SECRET

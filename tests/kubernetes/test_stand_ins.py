@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.gates import wait_until_ready
-from rollway.kubernetes.kinds import DGD, RAYCLUSTER, RAYJOB, SCALING_ADAPTER, Object
+from rollway.kubernetes.objects import DGD, RAYCLUSTER, RAYJOB, SCALING_ADAPTER, Object
 from tests.kubernetes.dynamo_operator import DynamoOperator
 from tests.kubernetes.kuberay_operator import KubeRayOperator
 from tests.kubernetes.manifests import make_graph, make_job

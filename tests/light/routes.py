@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from rollway.orders import MEMORY, SLEEP, WAKE
+from rollway.signed_calls import MEMORY, SLEEP, WAKE
 from tests.light.engine import Engine
 from tests.light.orders import EngineClient
 

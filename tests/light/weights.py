@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollway.orders import Verifier, read_stack_secret
+from rollway.signed_calls import Verifier, read_stack_secret
 from tests.light.checkpoint import Tensors, read_tensors, share_tensors
 from tests.light.model import Qwen3
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollway.observe.runs import list_runs
+from rollway.observe.read import list_runs
 from tests.children import find_processes_in
 from tests.conftest import Cli
 from tests.light.spec import light

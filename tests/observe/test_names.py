@@ -1,5 +1,4 @@
-"""No figure on the page, in the terminal, in a report or in Grafana without its metric in
-docs/metrics.md.
+"""No figure on the page or in a report without its metric in docs/metrics.md.
 
 Each walk takes everything that is shown and has a digit. What is no figure of a run is listed here
 by its place: names, times, texts of others, scales of plots.
@@ -8,21 +7,15 @@ by its place: names, times, texts of others, scales of plots.
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from rollway.observe.dash.access import Access
+from rollway.observe.dash.browsers import DashAccess
 from rollway.observe.dash.open_run import open_directory
-from rollway.observe.dash.screen import make_screen
 from rollway.observe.dash.server import Dashboard, serve
-from rollway.observe.dash.source import Watch
-from rollway.observe.read import Run
-from rollway.observe.report import read_summary
-from rollway.observe.report.compare import list_figures
-from rollway.observe.report.page import render_report
-from rollway.observe.series import Series
+from rollway.observe.dash.view import Watch
+from rollway.observe.report import list_figures, write_report
 from tests.observe.browser import needs_chromium, open_browser
 from tests.observe.make_run import MadeRun, Writer
 
@@ -69,6 +62,7 @@ def test_the_docs_were_read() -> None:
 
 PAGE_TEXTS = {
     "#stack, #phase, #moment, #notes": "the name of the run, and times",
+    "#figures p, #run-choice": "the names of a report's runs, and their times",
     "[data-column=name], [data-column=node], [data-column=role]": "names",
     "[data-column=last_event], #event-list, #event-summary": "events",
     "[data-part=sentence], [data-part=threshold]": "explain the figure above them",
@@ -95,7 +89,7 @@ WALK = """(exempt) => {
 async def test_every_figure_of_the_page_has_its_metric(run_dir: Path) -> None:
     dashboard = Dashboard(open_directory(run_dir))
     async with (
-        serve(dashboard, Access(), "127.0.0.1", 0) as url,
+        serve(dashboard, DashAccess(), "127.0.0.1", 0) as url,
         open_browser() as browser,
     ):
         page = await browser.open(url)
@@ -107,123 +101,31 @@ async def test_every_figure_of_the_page_has_its_metric(run_dir: Path) -> None:
     assert len(set(shown["metrics"])) > 30
 
 
-# --- the terminal --------------------------------------------------------------------------------
-
-SCREEN_TEXTS = {
-    "worker", "node", "role", "last event", "ended", "error", "time", "event", "detail", "figure",
-}  # fmt: skip
-"""Columns of names, times, texts of others, and of labels."""
-
-
-def test_every_figure_of_the_terminal_has_its_metric(run_dir: Path) -> None:
-    watch = Watch(open_directory(run_dir))
-    watch.poll()
-    screen = make_screen(watch.make_model(), watch.view)
-    metrics = {answer["metric"] for answer in screen.answers}
-    nameless = []
-    for table in screen.tables.values():
-        assert table.rows, table.name
-        for cells in table.rows.values():
-            for column, cell in zip(table.columns, cells, strict=True):
-                metric = cell.metric or column.metric
-                if metric:
-                    metrics.add(metric)
-                elif has_figure(cell.text) and column.title not in SCREEN_TEXTS:
-                    nameless.append((table.name, column.title, cell.text))
-    assert nameless == []
-    assert metrics - DOCUMENTED == set()
-    assert len(metrics) > 25
-
-
 # --- a report ------------------------------------------------------------------------------------
 
-REPORT_TEXTS = {"h1": "names", "title": "names", "text": "scales of plots", "style": "",
-                "p.muted": "when it was", "td": "names and texts of events",
-                "td.time": "", "td.bad": "", "span.muted": "when it was", "code": "names",
-                "th": "labels", "b": "titles"}  # fmt: skip
 
-
-class Figures(HTMLParser):
-    """Collects what has a digit, and the metric around it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.metrics: set[str] = set()
-        self.nameless: list[tuple[str, str]] = []
-        self._open: list[tuple[str, str, str]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "meta":
-            return
-        fields = dict(attrs)
-        metric = fields.get("data-metric") or ""
-        if metric:
-            self.metrics.add(metric)
-        self._open.append((tag, fields.get("class") or "", metric))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Shapes have no text."""
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open and self._open.pop()[0] != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if not has_figure(data) or any(metric for _, _, metric in self._open):
-            return
-        places = {tag for tag, _, _ in self._open} | {f"{tag}.{c}" for tag, c, _ in self._open}
-        if not places & REPORT_TEXTS.keys():
-            self.nameless.append((data, ".".join(tag for tag, _, _ in self._open)))
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_every_figure_of_a_report_has_its_metric(run_dir: Path, count: int) -> None:
-    summary = read_summary(run_dir)
-    page = Figures(render_report([summary] * count))
-    assert page.nameless == []
-    assert page.metrics - DOCUMENTED == set()
-    assert len(page.metrics) > 25
-
-
-# --- Grafana -------------------------------------------------------------------------------------
-
-
-def test_every_figure_of_the_grafana_dashboard_has_its_metric() -> None:
-    grafana = pytest.importorskip("rollway.observe.export.grafana")
-    from rollway.observe.metrics import METRICS
-
-    scraped = {name: metric for metric in METRICS for name in (metric.name, *metric.aliases)}
-    documented = {metric.name for metric in METRICS if DOCUMENTED & set(metric.list_names())}
-    expressions = [
-        target["expr"]
-        for panel in grafana.make_dashboard()["panels"]
-        for target in panel.get("targets", ())
-    ]
-    assert len(expressions) > 15
-    for expression in expressions:
-        text = re.sub(r'"(?:[^"\\]|\\.)*"', "", expression)
-        names = [
-            name.removesuffix("_bucket")
-            for name in re.findall(r"\b(?:rollway_|vllm:|dynamo_)[\w:]+", text)
-        ]
-        assert names, expression
-        assert {scraped[name].name for name in names} <= documented, expression
+@needs_chromium
+async def test_every_figure_of_a_report_has_its_metric(run_dir: Path, tmp_path: Path) -> None:
+    write_report([run_dir, run_dir], tmp_path / "report.html")
+    async with open_browser() as browser:
+        page = await browser.open((tmp_path / "report.html").as_uri())
+        await page.wait_for("document.body?.dataset.ready === 'yes'")
+        shown = await page.run(f"({WALK})({', '.join(PAGE_TEXTS)!r})")
+    assert shown["nameless"] == []
+    assert set(shown["metrics"]) - DOCUMENTED == set()
+    assert len(set(shown["metrics"])) > 30
 
 
 # --- the values ----------------------------------------------------------------------------------
 
 
 def test_figures_of_one_name_are_equal_wherever_they_are_shown(run_dir: Path) -> None:
-    """The page and the terminal show one model; the sinks and a report compute their own."""
-    series = Series()
-    for entry in Run(run_dir).read():
-        series.add(entry)
+    """The page, the terminal, the sinks and a report read one state."""
     watch = Watch(open_directory(run_dir))
     watch.poll()
-    model = watch.make_model()
+    model, series = watch.make_model(), watch.view.state
     totals = model["rollouts"]["totals"]
-    figures = {figure.metric: figure.value for figure in list_figures(read_summary(run_dir))}
+    figures = {figure.metric: figure.value for figure in list_figures(series)}
     for metric, shown in {
         "rollway_rollouts_total": totals["count"],
         "rollway_tokens_total": totals["tokens"],

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from rollway.cli.dash import open_in_browser
-from rollway.gateway.recorder import Recorder as SessionRecorder
+from rollway.gateway.store import Store
 from rollway.gateway.turns import Turn
-from rollway.observe.dash.access import Access
+from rollway.observe.dash.browsers import DashAccess
 from rollway.observe.dash.open_run import open_directory
 from rollway.observe.dash.server import Dashboard, serve
-from rollway.observe.dash.source import Source
+from rollway.observe.dash.view import Source
 from tests.observe.browser import Page, needs_chromium, open_browser
 from tests.observe.make_run import MadeRun, Writer, make_header, write_run
 
@@ -29,7 +29,9 @@ async def open_page(source: Path | Source, *, port: int = 0, **size: int) -> Asy
     """Open the dashboard of a run; at the end, nothing may have gone wrong in the page."""
     source = open_directory(source) if isinstance(source, Path) else source
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(serve(Dashboard(source), Access(), "127.0.0.1", port))
+        url = await stack.enter_async_context(
+            serve(Dashboard(source), DashAccess(), "127.0.0.1", port)
+        )
         browser = await stack.enter_async_context(open_browser())
         page = await browser.open(url, **size)
         await page.wait_for(READY)
@@ -359,14 +361,14 @@ async def test_the_page_survives_a_restart_of_the_dashboard(tmp_path: Path) -> N
     run, writer, began = begin_run(tmp_path / "run")
     async with open_browser() as browser:
         dashboard = Dashboard(open_directory(tmp_path / "run"))
-        async with serve(dashboard, Access(), "127.0.0.1", 0) as url:
+        async with serve(dashboard, DashAccess(), "127.0.0.1", 0) as url:
             page = await browser.open(url)
             await page.wait_for(READY)
         await page.wait_for("document.getElementById('phase').innerText === 'no connection'")
         writer.write_all(run.refit(began + 2, 5))
         port = int(url.rstrip("/").rpartition(":")[2])
         dashboard = Dashboard(open_directory(tmp_path / "run"))
-        async with serve(dashboard, Access(), "127.0.0.1", port):
+        async with serve(dashboard, DashAccess(), "127.0.0.1", port):
             await page.wait_for("document.querySelector('#refit-facts dd')?.innerText === '5'")
             text = await page.run("document.getElementById('phase').innerText")
             assert text != "no connection"
@@ -394,17 +396,17 @@ async def test_prefix_hits_have_a_row_per_worker_now_and_as_they_were(tmp_path: 
 async def test_a_conversation_is_shown_token_by_token(tmp_path: Path) -> None:
     write_run(tmp_path / "run", workers=2, seconds=30)
     source = open_directory(tmp_path / "run")
-    source.journal = tmp_path / "tiny.jsonl"
-    recorder = SessionRecorder(source.journal)
-    session = recorder.open(MARKUP)
+    source.journal = tmp_path / "tiny.sqlite"
+    store = Store(source.journal)
+    session = await store.open(MARKUP)
     for number in (1, 2):
         turn = Turn(
             session=MARKUP, model=MARKUP, history=f"h{number}", new_ids=[1, 2], worker_id=7,
             token_ids=[2**62, number], logprobs=[-0.5, -0.25], version=4 + number,
             finish_reason="stop",
         )  # fmt: skip
-        recorder.add(session, turn)
-    recorder.close()
+        await store.record(session, [turn])
+    store.close()
     async with open_page(source) as page:
         await page.run("document.querySelector('#conversations summary').click()")
         await page.wait_for("document.querySelectorAll('#session-list [role=option]').length === 1")
@@ -434,7 +436,7 @@ async def test_a_browser_gets_in_with_a_token_by_a_private_file(
     monkeypatch.setenv("ROLLWAY_HOME", str(tmp_path / "home"))
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
-    access, source = Access("0123456789abcdef"), open_directory(tmp_path / "run")
+    access, source = DashAccess("0123456789abcdef"), open_directory(tmp_path / "run")
     async with AsyncExitStack() as stack:
         served = serve(Dashboard(source, access), access, "127.0.0.1", 0)
         url = await stack.enter_async_context(served)

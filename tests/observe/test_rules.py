@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rollway.observe.export.prometheus import make_config, write_config
-from rollway.observe.export.rules import Bounds, make_rules
+from rollway.observe.exporter import make_config, write_config
 from rollway.stack.targets import write_file
+from tests.observe.deployed import RULES, read_rules
 from tests.observe.prometheus import needs_prometheus, run_promtool
 
 pytestmark = needs_prometheus
@@ -75,13 +76,8 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int]] = {
 """The series that make each alert fire, those that must not, and the minute to look at."""
 
 
-def write_rules(directory: Path) -> Path:
-    path = directory / "rollway.rules.yml"
-    return write_file(path, yaml.safe_dump(make_rules(), sort_keys=False))
-
-
 def test_promtool_accepts_the_config_with_its_rules(tmp_path: Path) -> None:
-    write_rules(tmp_path)
+    shutil.copy(RULES, tmp_path)
     write_config(tmp_path, make_config(5.0, has_token=True))
     write_file(tmp_path / "token", "secret")
     answer = run_promtool("check", "config", tmp_path / "prometheus.yml")
@@ -89,16 +85,15 @@ def test_promtool_accepts_the_config_with_its_rules(tmp_path: Path) -> None:
 
 
 def test_every_alert_has_a_case() -> None:
-    (_, alerts) = make_rules()["groups"]
+    (_, alerts) = read_rules()["groups"]
     assert [rule["alert"] for rule in alerts["rules"]] == list(CASES)
 
 
 @pytest.mark.parametrize("alert", CASES)
 def test_an_alert_fires_for_its_cause_and_for_nothing_else(tmp_path: Path, alert: str) -> None:
     bad, good, minute = CASES[alert]
-    rules = write_rules(tmp_path)
     tests = [make_test(bad, minute, [alert]), make_test(good, minute, [])]
-    content = {"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests}
+    content = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
     run_promtool("test", "rules", write_file(tmp_path / "test.yml", yaml.safe_dump(content)))
 
 
@@ -111,10 +106,3 @@ def make_test(series: dict[str, str], minute: int, firing: list[str]) -> dict[st
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "promql_expr_test": [{"expr": count, "eval_time": f"{minute}m", "exp_samples": samples}],
     }
-
-
-def test_a_bound_changes_its_alert() -> None:
-    rules = make_rules(Bounds(mismatch_k3=0.5, lost_seconds=2.5))
-    alerts = {rule["alert"]: rule for rule in rules["groups"][1]["rules"]}
-    assert alerts["RollwayMismatch"]["expr"] == "rollway_mismatch_k3 > 0.5"
-    assert alerts["RollwayScrapeLost"]["for"] == "2500ms"

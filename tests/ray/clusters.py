@@ -14,7 +14,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from rollway.stack.ray import cluster as names
+from rollway.stack.ray import groups
 from tests.light.spec import ROOT, light
 from tests.waiting import has_become
 
@@ -52,7 +52,7 @@ def list_left() -> dict[str, list[str]]:
     actors = ray.util.list_named_actors(all_namespaces=True)
     left = {
         "actors": sorted(a["name"] for a in actors if a["name"].startswith("rollway/")),
-        "groups": sorted(names.list_groups()),
+        "groups": sorted(groups.list_groups()),
     }
     return {what: found for what, found in left.items() if found}
 

@@ -9,9 +9,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 import rollway
+from rollway.stack.preset import has_nixl
 from rollway.stack.ray import cluster as names
-from rollway.stack.ray import launcher
-from rollway.stack.workers import has_nixl
+from rollway.stack.ray import groups, launcher
 from tests.conftest import Footprint
 from tests.ray.clusters import list_left, on_ray
 from tests.stack.policies import Policy, perturbed
@@ -43,7 +43,7 @@ def test_real_engines_on_two_nodes_behind_a_gateway(
     policies = [Policy(tool_model), Policy(perturbed(tool_model, tmp_path / "new", 1))]
     with rollway.up(spec) as stack:
         assert count_keepers("real") == 2
-        served = Served(stack, tmp_path / "journal.jsonl", {}, name="real")
+        served = Served(stack, tmp_path / "gateway.sqlite", {}, name="real")
         served.start()
         try:
             for version, policy in enumerate(policies):
@@ -136,7 +136,7 @@ def test_two_models_of_mixed_sizes_share_the_nodes(
     spec["models"] = [{**small, "name": "wide", "replicas": 1, "tensor_parallel": 2}, small]
     with rollway.up(spec) as stack:
         assert count_keepers("mixed") == 2
-        assert len(names.list_groups()) == 4  # the services, and three replicas
+        assert len(groups.list_groups()) == 4  # the services, and three replicas
         assert sum(node.gpus for node in names.read_nodes()) == 0
         for number, model in enumerate(("wide", "tiny")):
             policy = policies[number + 1]

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 import rollway
 from rollway.errors import SpecError, StackNotRunning, StartError
 from rollway.stack.ray import cluster as names
-from rollway.stack.ray import launcher
+from rollway.stack.ray import groups, launcher
 from tests.conftest import Cli, Footprint
 from tests.ray.clusters import DRIVER, list_left, on_ray, settle, spawn_driver
 from tests.stack.policies import Policy
@@ -42,7 +42,7 @@ def test_a_stack_over_two_nodes_is_one_fleet(
         assert sorted(nodes) == ["etcd", "frontend", "tiny-0", "tiny-1", "tiny-2", "tiny-3"]
         free = sum(node.gpus for node in names.read_nodes())
         assert free == 0  # pipelines on the same cluster see them taken
-        assert len(names.list_groups()) == 5  # one for the services, one per replica
+        assert len(groups.list_groups()) == 5  # one for the services, one per replica
 
         report = stack.refit(1, policies[1].path)
         assert [worker.state for worker in report.workers] == ["serving"] * 4
@@ -246,10 +246,10 @@ def test_a_failed_start_names_the_node_and_leaves_nothing(
 
 LEFTOVER = """
 import ray
-from rollway.stack.ray import cluster
+from rollway.stack.ray import cluster, groups
 ray.init(namespace="another", log_to_driver=False)
 (node, *_) = cluster.read_nodes()
-cluster.create_group("rollway/0123456789abcdef/tiny-0", [(node.id, {"GPU": 1})]).wait(30)
+groups.create_group("rollway/0123456789abcdef/tiny-0", [(node.id, {"GPU": 1})]).wait(30)
 """
 """A driver that leaves the group of a run of which no actor lives."""
 
@@ -257,7 +257,7 @@ cluster.create_group("rollway/0123456789abcdef/tiny-0", [(node.id, {"GPU": 1})])
 def test_leftovers_of_another_namespace_are_cleared(two_nodes: Cluster) -> None:
     assert spawn_driver(LEFTOVER).wait(60) == 0
     assert list_left() == {"groups": ["rollway/0123456789abcdef/tiny-0"]}
-    assert launcher.clear_leftovers() == ["rollway/0123456789abcdef/tiny-0"]
+    launcher.clear_leftovers()
     assert list_left() == {}
     assert sum(node.gpus for node in names.read_nodes()) == 4
 
@@ -294,7 +294,7 @@ def _kill_keeper(part: str, running: launcher.RayStack) -> None:
     run_id = running.state.run_id
     name = names.get_part_name(run_id, part)
     keeper = ray.get_actor(name, namespace=running.state.ray_namespace)
-    pid = ray.get(keeper.examine.remote())["pid"]
+    pid = ray.get(keeper.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGKILL)
 
     def has_gone() -> bool:

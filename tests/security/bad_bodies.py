@@ -70,8 +70,8 @@ BAD_CHATS: dict[str, Any] = {
     "a tool_choice that is a number": {**CHAT_BODY, "tool_choice": 1},
     "template settings that are a list": {**CHAT_BODY, "chat_template_kwargs": ["a"]},
     "template settings that are a text": {**CHAT_BODY, "chat_template_kwargs": "a"},
-    "too many messages": {**CHAT_BODY, "messages": [USER] * 5000},
-    "too many tools": {**CHAT_BODY, "tools": [{}] * 1025},
+    "too many messages": {**CHAT_BODY, "messages": [USER] * 100_000},
+    "too many tools": {**CHAT_BODY, "tools": [{}] * 200_001},
     "too many values": {**CHAT_BODY, "stop_token_ids": [1] * 300_000},
 }  # fmt: skip
 

@@ -13,8 +13,8 @@ import aiohttp
 from aiohttp import web
 
 from rollway.gateway.command import listen
-from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway
+from rollway.gateway.store import Store
 from rollway.gateway.template import Template
 from rollway.gateway.upstream import CHAT, Upstream
 from rollway.http import Http
@@ -134,7 +134,7 @@ async def serve_gateway(
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     frontend.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    recorder = Recorder(directory / "journal.jsonl")
+    store = Store(directory / "gateway.sqlite")
     async with Http() as http:
         chat, text = (
             Upstream(
@@ -148,7 +148,7 @@ async def serve_gateway(
             for wire in (CHAT, COMPLETIONS)
         )
         tokenizer = Template(build(directory / "tokenizer", template=template))
-        gateway = kind("m", tokenizer, recorder, chat, text, context, **options)
+        gateway = kind("m", tokenizer, store, chat, text, context, **options)
         listener = await listen(gateway, "127.0.0.1", 0)
         running = Service(gateway, frontend, listener.port)
         try:
@@ -157,7 +157,7 @@ async def serve_gateway(
             frontend.may_answer.set()
             await running.http.close()
             await listener.close()
-            recorder.close()
+            store.close()
             await runner.cleanup()
 
 

@@ -1,4 +1,4 @@
-"""A disk of 64 KiB."""
+"""A disk of 256 KiB."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def mount_small_disk(directory: Path) -> Iterator[Path]:
     """Mount the disk in a directory, or skip the test."""
     mount = directory / "small"
     mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=0700", "tmpfs", str(mount)]
     try:
         subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -24,6 +24,10 @@ def mount_small_disk(directory: Path) -> Iterator[Path]:
         yield mount
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def remount(disk: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(disk)], check=True)
 
 
 def fill(disk: Path) -> Path:

@@ -24,7 +24,7 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.orders import ORDER, SECRET, OrderRefused, UsedNumbers, Verifier, sign
+from rollway.signed_calls import ORDER, SECRET, OrderRefused, UsedNumbers, Verifier, sign
 from rollway.stack.state import StackDir, secret_file
 from tests.light.spec import light
 from tests.stack.policies import Policy

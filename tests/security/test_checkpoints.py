@@ -21,7 +21,6 @@ from rollway.weights.checkpoint import (
     publish_checkpoint,
     read_headers,
 )
-from rollway.weights.inspect import list_inventories
 from rollway.weights.planning.scenario import read_model
 from rollway.weights.untrusted import read_weight_file
 from tests.checkpoints import write_checkpoint
@@ -285,32 +284,6 @@ def test_fifos_and_devices_are_refused(kind: str, name: str, tmp_path: Path) -> 
         os.mknod(directory / name, 0o140600)
     with pytest.raises(UsageError):
         check_checkpoint(directory)
-
-
-@pytest.mark.timeout(60)
-def test_a_fifo_in_place_of_a_rank_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rank0.safetensors")
-    with pytest.raises(UsageError, match="not a whole weight file"):
-        list_inventories(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text", [BRACKETS, "{}", "[]", '{"position": [1]}', '{"position": {"tp": "\\u001b[2J"}}', "{"]
-)
-def test_a_rank_without_a_position_is_refused(text: str, tmp_path: Path) -> None:
-    save_file({"a": np.ones(3, np.float32)}, tmp_path / "rank0.safetensors")
-    (tmp_path / "rank0.json").write_text('{"position": {"tp": 0, "tp_size": 1}}')
-    assert list_inventories(tmp_path)[0].position == {"tp": 0}
-    (tmp_path / "rank0.json").write_text(text)
-    with pytest.raises(UsageError, match="does not describe rank 0"):
-        list_inventories(tmp_path)
-
-
-def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
-    for name in ("rank1", "rank01"):
-        save_file({"a": np.ones(3, np.float32)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(UsageError, match="two files of one rank"):
-        list_inventories(tmp_path)
 
 
 def test_a_file_that_changes_after_it_was_published_is_refused(tmp_path: Path) -> None:

@@ -17,19 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from rollway.gateway.access import scope_of
-from rollway.gateway.recorder import Recorder
+from rollway.gateway.store import Store
+from rollway.gateway.tokens import scope_of
 from tests.children import run_server, start_child
 from tests.observe.make_run import write_run
-from tests.security.disks import make_turn, record
 from tests.security.other_user import another_user, needs_root
+from tests.security.stores import make_turn, record
 from tests.waiting import wait_until
 
 TRAINER = """
     import os, resource, sys, threading
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
     from pathlib import Path
-    from rollway.observe.page import serve_if_asked
+    from rollway.observe.metrics_endpoint import serve_if_asked
     print(serve_if_asked(Path(sys.argv[1])), flush=True)
     for line in sys.stdin:
         open(os.devnull).close()  # what a trainer does all the time
@@ -137,15 +137,15 @@ def ask_as_another_user(url: str) -> str:
 
 
 @needs_root
-def test_another_user_sees_no_session_of_a_gateway_with_tokens(
+async def test_another_user_sees_no_session_of_a_gateway_with_tokens(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who has the token of the dashboard sees all; sessions without a token are everybody's."""
-    journal, secret = tmp_path / "gateway.jsonl", f"{scope_of(b'agent-a')}/diary"
-    recorder = Recorder(journal)
+    journal, secret = tmp_path / "gateway.sqlite", f"{scope_of(b'agent-a')}/diary"
+    store = Store(journal)
     for name in ("public", secret):
-        assert record(recorder, make_turn(name))
-    recorder.close()
+        assert await record(store, make_turn(name))
+    store.close()
     arguments = ("dash", "--run", str(run_dir), "--journal", str(journal))
     with run_server(*arguments) as dash:
         answer = json.loads(ask_as_another_user(f"{dash['url']}api/sessions"))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import resource
 import socket
 import stat
 from collections.abc import Iterator
@@ -16,12 +15,11 @@ from pathlib import Path
 import pytest
 
 from rollway import cli as rollway_cli
-from rollway import private
+from rollway import private_files
 from rollway.errors import PortInUse, StartError
-from rollway.stack.access import WeightsFile
-from rollway.stack.locks import FIRST, LAST, Lease, NamedLock, get_lock_directory, hold_machine_lock
-from rollway.stack.run_dir import write_secret
-from rollway.stack.state import StackDir, StackState, make_home
+from rollway.stack.locks import Lease, NamedLock, get_lock_directory, hold_machine_lock
+from rollway.stack.running import WeightsFile
+from rollway.stack.state import StackDir, StackState, make_home, write_secret
 from tests.children import start_child
 from tests.security.other_user import NOBODY, another_user, needs_root
 from tests.waiting import wait_until, wait_until_async
@@ -55,10 +53,9 @@ def test_files_are_private_under_a_loose_umask_and_in_a_loose_home(
     own_home.mkdir(mode=0o777)
     directory = StackDir("s")
     directory.create()
-    directory.write(make_state("s", own_home))
-    directory.record("start", run="0123456789abcdef")
+    directory.begin(make_state("s", own_home))
     WeightsFile("s", "0123456789abcdef", "tiny").claim(1, "weights")
-    private.make_scratch(tmp_path / "run")
+    private_files.make_scratch(tmp_path / "run")
     write_secret(tmp_path / "run")
     for base in (own_home, tmp_path / "run"):
         for path in (base, *base.rglob("*")):
@@ -71,13 +68,9 @@ def test_readable_files_of_an_earlier_version_become_private(own_home: Path) -> 
     directory.path.mkdir(parents=True)
     for path in (own_home, directory.path.parent, directory.path):
         path.chmod(0o755)
-    directory.events_file.write_text("")
-    directory.events_file.chmod(0o644)
     directory.create()
-    directory.record("start", run="0123456789abcdef")
     for path in (own_home, directory.path.parent, directory.path):
         assert mode_of(path) == 0o700
-    assert mode_of(directory.events_file) == 0o600
 
 
 @needs_root
@@ -106,7 +99,7 @@ def test_a_scratch_directory_that_exists_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(target)
     for existing in (target, tmp_path / "link"):
         with pytest.raises(StartError, match="exists already"):
-            private.make_scratch(existing)
+            private_files.make_scratch(existing)
 
 
 def test_a_log_that_is_a_link_to_another_file_is_not_written(tmp_path: Path) -> None:
@@ -114,7 +107,7 @@ def test_a_log_that_is_a_link_to_another_file_is_not_written(tmp_path: Path) -> 
     precious.write_text("content")
     (tmp_path / "frontend.log").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
-        private.open_file(tmp_path / "frontend.log", os.O_WRONLY | os.O_TRUNC)
+        private_files.open_file(tmp_path / "frontend.log", os.O_WRONLY | os.O_TRUNC)
     assert precious.read_text() == "content"
 
 
@@ -154,49 +147,6 @@ def test_another_user_cannot_hold_our_locks(own_home: Path) -> None:
         assert all(lock.acquire() for lock in ours)
     for lock in ours:
         lock.release()
-
-
-@needs_root
-def test_ports_and_gpus_remain_when_another_user_claims_all() -> None:
-    sockets: list[socket.socket] = []
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard < LAST - FIRST + 1000:
-        pytest.skip("the hard limit of open files is below the number of ports")
-
-    def attack() -> str:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        for name in (*(f"port/{port}" for port in range(FIRST, LAST)), "gpu/x0", "gpu/x1"):
-            sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            with contextlib.suppress(OSError):  # another stack has it
-                sockets[-1].bind(f"\0rollway/{name}")
-        return "bound"
-
-    with another_user(attack) as report:
-        assert report == "bound"
-        lease = Lease()
-        ports = {lease.reserve_port(0, "127.0.0.1", "x") for _ in range(5)}
-        assert len(ports) == 5
-        assert lease.reserve_gpus(["x0", "x1"], 2) == ["x0", "x1"]
-        lease.release()
-
-
-@needs_root
-def test_a_gpu_that_another_user_claims_is_chosen_last() -> None:
-    sockets: list[socket.socket] = []
-
-    def attack() -> str:
-        sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-        sockets[0].bind("\0rollway/gpu/test-0")
-        return "bound"
-
-    with another_user(attack) as report:
-        assert report == "bound"
-        lease = Lease()
-        assert lease.reserve_gpus(["test-0", "test-1", "test-2"], 2) == ["test-1", "test-2"]
-        other = Lease()
-        assert other.reserve_gpus(["test-0", "test-1", "test-2"], 1) == ["test-0"]
-        lease.release()
-        other.release()
 
 
 def test_stacks_of_two_homes_do_not_choose_the_same_port(

@@ -30,7 +30,6 @@ from rollway.errors import RollwayError
 from rollway.weights import sidecar, untrusted
 from rollway.weights.adapter import Adapter, attach_adapter, check_config, detach_adapter
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
-from rollway.weights.inspect import list_inventories
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.model import describe
 from rollway.weights.megatron.names import NameMap
@@ -249,9 +248,6 @@ FORMATS = {
     "model config": Format(in_file("x.json", lambda p: read_model(p / "x.json")),
                            json.dumps(HF_CONFIG).encode()),
     "STABLE": Format(in_file(STABLE, check_checkpoint), _stable()),
-    "position": Format(
-        in_file("rank0.json", lambda path: _rank(path)), b'{"position": {"tp": 0, "tp_size": 1}}'
-    ),
     "sidecar": Format(sidecar.load, _sidecar()),
     "adapter config": Format(read_adapter, json.dumps(CONFIG).encode()),
     "adapter of an offer": Format(
@@ -269,11 +265,6 @@ FORMATS = {
     ),
     "NIXL source": Format(read_source_memory, _source_memory(), False),
 }  # fmt: skip
-
-
-def _rank(path: Path) -> object:
-    (path / "model.safetensors").rename(path / "rank0.safetensors")
-    return list_inventories(path)
 
 
 HOSTILE: list[Any] = [

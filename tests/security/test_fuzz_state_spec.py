@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollway import processes
-from rollway.config import StackSpec, load_spec
 from rollway.errors import RollwayError, StateUnreadable
+from rollway.spec import StackSpec, load_spec
 from rollway.stack.progress import make_process_table
 from rollway.stack.state import ProcessState, StackDir, StackState
 from tests.security.states import make_state
@@ -43,7 +43,7 @@ leaves: st.SearchStrategy[Any] = st.one_of(
     st.booleans(),
     st.integers(),
     st.integers(-3, 3),
-    st.floats(),
+    st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=20),
     st.sampled_from(["", "..", "../x", "/etc", "x\n", "\0", "\ud800", "http://[", "~nobody/x",
                      "9" * 5000, "a/b", "kv", "vllm", "mocker", "1e999", "x" * 5000]),

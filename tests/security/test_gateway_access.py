@@ -14,11 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollway.cli.programs import gateway as run_gateway
+from rollway.callers import is_loopback_host
+from rollway.cli.gateway import gateway as run_gateway
 from rollway.errors import UsageError
-from rollway.gateway.access import Access, is_loopback_host, key_name, scope_of
 from rollway.gateway.command import listen, make_tls_context
+from rollway.gateway.tokens import Access, key_name, scope_of
 from tests.security.gateway_service import CHAT_BODY, Service, read_error, serve_gateway
+from tests.security.stores import read_files
 
 TOKENS = Access((b"agent-a", b"agent-b"), (b"boss",))
 
@@ -196,7 +198,7 @@ async def test_client_keys_are_never_stored(tmp_path: Path) -> None:
         for known in ("sk-very-secret", name):
             status, answer = await gateway.get(f"/v1/rollway/trajectories/{known}")
             assert status == 200 and answer["session"] == name
-        assert "sk-very-secret" not in (tmp_path / "journal.jsonl").read_text()
+        assert b"sk-very-secret" not in read_files(tmp_path / "gateway.sqlite")
         # A session name in the header takes precedence.
         assert (await gateway.chat({"x-rollway-session": "sk-very-secret"}))[0] == 200
         _, answer = await gateway.get("/v1/rollway/trajectories/sk-very-secret")

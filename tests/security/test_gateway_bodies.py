@@ -11,8 +11,7 @@ import pytest
 
 from rollway.errors import UsageError
 from rollway.gateway import requests
-from rollway.gateway.template import find_longest_token
-from tests.awkward_tokenizer import PLAIN, make
+from tests.awkward_tokenizer import PLAIN
 from tests.security.bad_bodies import BAD_CHATS, BAD_TEXTS
 from tests.security.gateway_service import read_error, serve_gateway
 
@@ -85,8 +84,6 @@ async def test_settings_of_the_model_reach_the_template(tmp_path: Path) -> None:
         first, sent = gateway.frontend.bodies[0]["nvext"]["token_data"][:2]
         assert first == sent, "the setting did not reach the template"
         assert gateway.frontend.bodies[0]["chat_template_kwargs"] == {"thinking": True}
-        assert (await gateway.chat(chat_template_kwargs={"n": 10**7}))[0] == 400
-        assert (await gateway.chat(chat_template_kwargs={str(i): i for i in range(65)}))[0] == 400
 
 
 async def test_compressed_bodies_are_refused_before_decompression(tmp_path: Path) -> None:
@@ -182,24 +179,6 @@ async def test_many_long_bodies_do_not_fill_the_memory(tmp_path: Path, chunked: 
             while status == 503:
                 status, answer = await gateway.post("/tokenize", whole)
         assert status == 400
-
-
-def test_the_longest_token_is_unknown_when_tokenizing_drops_text() -> None:
-    from tokenizers import normalizers, pre_tokenizers
-
-    tokenizer = make()
-    assert find_longest_token(tokenizer) == len("<|endoftext|>")
-    backend = tokenizer.backend_tokenizer
-    backend.normalizer = normalizers.NFC()
-    assert find_longest_token(tokenizer) == 4 * len("<|endoftext|>")
-    for normalizer in (normalizers.Strip(), normalizers.Replace("  ", "")):
-        backend.normalizer = normalizer
-        assert find_longest_token(tokenizer) is None
-    backend.normalizer = None
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # this one drops spaces
-    assert find_longest_token(tokenizer) is None
-    backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
-    assert find_longest_token(tokenizer) == len("<|endoftext|>")
 
 
 def _read_peak_kib() -> int:

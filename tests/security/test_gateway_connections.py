@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -200,12 +201,14 @@ async def test_malformed_http_leaves_no_key_in_the_log(
     assert "sk-KEY" not in caplog.text and len(caplog.text) < 1000
 
 
-async def test_connections_without_a_handshake_are_counted() -> None:
-    connections = Connections(10)
-    connections.attach(web.Server(lambda request: None), handshake_seconds=5.0)  # type: ignore[arg-type]
-    for _ in range(30):
-        connections.accept()
-    assert connections._open == 30 and len(connections._handshakes) == 30
-    connections._handshake_seconds = -1.0  # all handshakes are too late
-    connections._update()
-    assert connections._open == 0
+async def test_connections_without_a_handshake_are_counted_and_closed(tmp_path: Path) -> None:
+    connections = Connections(10, header_seconds=0.5)
+    app = web.Application(middlewares=[connections.follow])
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    listener = await connections.listen(app, "127.0.0.1", 0, tls)
+    held = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(30)]
+    await wait_until_async(lambda: 0 < len(connections._waiting) <= 10)
+    await wait_until_async(lambda: not connections._waiting)
+    for _, writer in held:
+        writer.close()
+    await listener.close()

@@ -106,10 +106,10 @@ async def test_an_error_in_a_stream_is_an_event(tmp_path: Path) -> None:
     """After the first token, an error can no longer have a status."""
     async with serve_gateway(tmp_path) as gateway:
 
-        async def settle(*_: Any) -> Any:
+        async def judge(*_: Any) -> Any:
             raise ValueError("http://10.0.0.1:5 said no")
 
-        gateway.gateway.chat.settle = settle  # type: ignore[method-assign]
+        gateway.gateway.chat._judge = judge  # type: ignore[method-assign]
         status, raw = await _stream_chat(gateway)
         assert status == 200 and b"internal_error" in raw and b"10.0.0.1" not in raw
         assert b"[DONE]" not in raw

@@ -12,14 +12,15 @@ import pytest
 
 from rollway.errors import UsageError
 from rollway.gateway import requests, threads
-from rollway.gateway.access import Access, scope_of
-from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import Refused
+from rollway.gateway.store import Store
 from rollway.gateway.template import BoundedTokenizer, Template
 from rollway.gateway.threads import Threads
+from rollway.gateway.tokens import Access, scope_of
+from rollway.gateway.turns import Session, Turn
 from tests.awkward_tokenizer import PLAIN
 from tests.security.gateway_service import USER, Service, read_error, serve_gateway
-from tests.waiting import settle, wait_until_async
+from tests.waiting import wait_until_async
 
 # Two nested loops, each as long as `n` in the settings.
 _LOOPS = "{% for a in range(n or 0) %}{% for b in range(n or 0) %}{% endfor %}{% endfor %}" + PLAIN
@@ -119,21 +120,15 @@ async def test_long_text_is_tokenized_without_blocking_other_requests(tmp_path: 
             assert (await slow)[0] == 200
 
 
-def _make_forked_session(turns: int, forks: int, tokens: int) -> Session:
-    session = Session()
-
-    def add(parent: str | None, new: int) -> str:
-        session.add(
-            Turn("s", "m", str(len(session.turns)), [1] * new, [2] * tokens, [-0.5] * tokens,
-                 "stop", 0, 7, parent)
-        )  # fmt: skip
-        return session.turns[-1].id
-
+async def _record_forks(store: Store, name: str, turns: int, forks: int, tokens: int) -> None:
+    session = await store.open(name)
     for _ in range(forks):
         last: str | None = None
         for _ in range(turns):
-            last = add(last, tokens)
-    return session
+            new = Turn(name, "m", str(len(session.turns)), [1] * tokens, [2] * tokens,
+                       [-0.5] * tokens, "stop", 0, 7, last)  # fmt: skip
+            assert await store.record(session, [new])
+            last = new.id
 
 
 async def test_long_sessions_are_assembled_without_blocking_other_requests(
@@ -141,7 +136,7 @@ async def test_long_sessions_are_assembled_without_blocking_other_requests(
 ) -> None:
     """80 turns with 8 forks once blocked the event loop for 3 s."""
     async with serve_gateway(tmp_path) as gateway:
-        gateway.gateway.recorder.sessions["s"] = _make_forked_session(80, 8, 200)
+        await _record_forks(gateway.gateway.store, "s", 80, 8, 200)
         slow = asyncio.create_task(gateway.get("/v1/rollway/trajectories/s"))
         assert await _count_other_answers(gateway, slow) > 3
         status, answer = await slow
@@ -150,7 +145,7 @@ async def test_long_sessions_are_assembled_without_blocking_other_requests(
 
 async def test_trajectories_are_paged(tmp_path: Path) -> None:
     async with serve_gateway(tmp_path) as gateway:
-        gateway.gateway.recorder.sessions["s"] = _make_forked_session(2, 600, 2)
+        await _record_forks(gateway.gateway.store, "s", 2, 600, 2)
         base = "/v1/rollway/trajectories/s"
         status, first = await gateway.get(base)
         assert status == 200 and len(first["trajectories"]) == 256
@@ -175,9 +170,12 @@ async def test_trajectories_are_paged(tmp_path: Path) -> None:
             read_error(answer)
 
 
-def test_a_page_has_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_has_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_PAGE_TOKENS", 20_000)
-    session = _make_forked_session(10, 5, 500)
+    store = Store(None)
+    await _record_forks(store, "s", 10, 5, 500)
+    session = await store.open("s")
+    store.close()
     answer = json.loads(threads.make_page(session, "s", 0, 256))
     assert len(answer["trajectories"]) == 2 and answer["next"] == 2
 
@@ -187,9 +185,9 @@ def test_short_prompts_need_no_thread() -> None:
     from rollway.gateway.requests import measure
 
     usual = [[USER] * 20, [{"type": "function", "function": {"name": "f"}}], {"thinking": True}]
-    assert measure(usual).is_short
+    assert measure(usual)
     for unusual in ([["a" * 30_000]], [[USER] * 3_000], [[], None, {"n": 5_000}]):
-        assert not measure(unusual).is_short
+        assert not measure(unusual)
 
 
 async def test_many_prompts_are_tokenized_without_blocking_other_requests(
@@ -249,48 +247,25 @@ async def test_a_long_prefix_is_joined_without_blocking_other_requests(
         assert threads[0] is not threading.main_thread()
 
 
-@pytest.mark.parametrize("sync", [False, True])
 async def test_long_turns_are_recorded_without_blocking_other_requests(
-    tmp_path: Path, sync: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """256 answers to a prompt of 130,000 tokens once blocked the event loop for 2.5 s."""
-    recorder = Recorder(tmp_path / "journal.jsonl", sync=sync)
-    check, may_check = Turn.check, threading.Event()
-    checks: list[threading.Thread] = []
-
-    def check_when_allowed(turn: Turn) -> Any:
-        """Hold the writer until every turn has arrived; an idle one leaves short turns to us."""
-        checks.append(threading.current_thread())
-        assert checks[-1] is threading.main_thread() or may_check.wait(60)
-        return check(turn)
-
-    monkeypatch.setattr(Turn, "check", check_when_allowed)
+    store = Store(tmp_path / "gateway.sqlite")
+    checks = _watch(monkeypatch, Turn, "check")
 
     def make_turn(history: str, count: int) -> Turn:
         return Turn("s", "m", history, [1] * count, [2], [-0.5], "stop", None, None)
 
     try:
-        session = recorder.open("s")
-        assert await recorder.add_async(session, [make_turn("0", 10)])
-        assert checks == [threading.main_thread()]
-        adding = asyncio.gather(
-            recorder.add_async(session, [make_turn("1", 10)]),
-            recorder.add_async(session, [make_turn("2", 30_000), make_turn("3", 30_000)]),
-            recorder.add_async(session, [make_turn("4", 10)]),
-            recorder.add_async(session, [make_turn("5", 60_000)]),
-            recorder.forget_async("s"),
-            recorder.add_async(session, [make_turn("6", 10)]),
-        )
-        await settle()
-        may_check.set()
-        assert await adding == [True, True, True, True, True, False]
-        assert [turn.history for turn in session.turns] == list("012345")
-        assert threading.main_thread() not in checks[2:]
-        assert "s" not in recorder.sessions
-        again = recorder.open("s")
-        assert await recorder.add_async(again, [make_turn("7", 10)])
+        session = await store.open("s")
+        sizes = (10, 10, 30_000, 10, 60_000)
+        turns = [make_turn(str(number), size) for number, size in enumerate(sizes)]
+        assert all(await asyncio.gather(*(store.record(session, [turn]) for turn in turns)))
+        assert [turn.history for turn in session.turns] == list("01234")
+        assert threading.main_thread() not in checks
     finally:
-        recorder.close()
+        store.close()
 
 
 async def test_an_agent_tries_to_occupy_all_page_threads(
@@ -310,8 +285,7 @@ async def test_an_agent_tries_to_occupy_all_page_threads(
     agents = [b"agent-a", b"agent-b", b"agent-c"]
     async with serve_gateway(tmp_path, access=Access(tuple(agents), (b"operator",))) as gateway:
         for token in agents:
-            session = _make_forked_session(1, 1, 1)
-            gateway.gateway.recorder.sessions[f"{scope_of(token)}/v"] = session
+            await _record_forks(gateway.gateway.store, f"{scope_of(token)}/v", 1, 1, 1)
         base = "/v1/rollway/trajectories"
 
         def fetch(token: str, name: str) -> asyncio.Task[tuple[int, Any]]:
@@ -322,11 +296,11 @@ async def test_an_agent_tries_to_occupy_all_page_threads(
         flood = [fetch("agent-a", "v") for _ in range(5)]
         try:
             await wait_until_async(lambda: started.acquire(blocking=False))
-            # A second agent gets a thread too, so the first one has only one.
-            flood.append(fetch("agent-b", "v"))
+            # Other agents get a thread, too; the first one has only one.
+            flood += [fetch("agent-b", "v"), fetch("agent-c", "v")]
             async with asyncio.timeout(20):
-                await wait_until_async(lambda: started.acquire(blocking=False))
-                flood.append(fetch("agent-c", "v"))
+                for _ in range(2):
+                    await wait_until_async(lambda: started.acquire(blocking=False))
                 name = f"{scope_of(agents[0])}/v"
                 assert (await fetch("operator", name))[0] == 200
             assert not started.acquire(blocking=False)

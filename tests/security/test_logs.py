@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 
 import rollway
-from rollway import private, processes
-from rollway.config import load_spec
+from rollway import private_files, processes
 from rollway.errors import SpecError
 from rollway.processes import ProcessId
+from rollway.spec import load_spec
 from rollway.stack import logs
 from rollway.stack.children import find_hint
 from rollway.stack.locks import NamedLock
-from rollway.stack.run_dir import choose_run_dir
-from rollway.stack.state import StackDir, StackState
+from rollway.stack.state import StackDir, StackState, choose_run_dir
 from tests.stack.mocker import mocker_spec
 from tests.waiting import wait_until
 
@@ -42,7 +41,7 @@ class Writer:
     """A process that writes lines to its log on request, as a worker writes them."""
 
     def __init__(self, log: Path) -> None:
-        with os.fdopen(private.open_file(log, os.O_WRONLY | os.O_APPEND), "ab") as output:
+        with os.fdopen(private_files.open_file(log, os.O_WRONLY | os.O_APPEND), "ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=output,
                 stderr=subprocess.PIPE, text=True,
@@ -131,7 +130,7 @@ def test_a_follower_reads_all_files_while_a_rotation_renames_them(tmp_path: Path
     log = tmp_path / "w.log"
     log.write_text("first\n")
     assert logs.rotate(log, 1, 5)
-    follower = logs.Follower(log, 5)
+    follower = logs.LogFollower(log, 5)
     assert follower.read() == ["first"]
     for text in ("second\n", "third\n"):
         with log.open("a") as file:
@@ -167,18 +166,6 @@ def test_following_a_log_loses_no_line_while_it_is_rotated(tmp_path: Path) -> No
         written.set()
         reader.join(30)
     assert followed == [f"line {number}" for number in range(3000)]
-
-
-def test_the_history_of_a_stack_is_bounded(own_home: Path) -> None:
-    directory = StackDir("t")
-    directory.path.mkdir(parents=True)
-    for number in range(3000):
-        directory.record("exited", process="w-0", pid=number, detail="x" * 1000)
-        logs.rotate(directory.events_file, logs.EVENTS_BYTES, 1)
-    files = list(directory.path.glob("events.jsonl*"))
-    assert sum(file.stat().st_size for file in files) < 2.5 * logs.EVENTS_BYTES
-    assert directory.events()[-1]["pid"] == 2999
-    assert len(directory.events()) > 900  # rotated events are read, too
 
 
 @pytest.mark.parametrize("fields", [

@@ -16,15 +16,14 @@ import pytest
 
 import rollway
 from rollway import processes
-from rollway.config import load_spec
 from rollway.processes import ProcessId
+from rollway.spec import load_spec
 from rollway.stack import preset
-from rollway.stack.doctor import Listener, list_listeners
+from rollway.stack.commands import make_kv_events_endpoint
+from rollway.stack.doctor import ListeningSocket, list_listeners
 from rollway.stack.locks import Lease
 from rollway.stack.plan import plan_stack
-from rollway.stack.run_dir import choose_run_dir
-from rollway.stack.state import ProcessState, StackDir, StackState
-from rollway.stack.workers import make_kv_events_endpoint
+from rollway.stack.state import ProcessState, StackDir, StackState, choose_run_dir
 from tests.conftest import Cli
 from tests.stack.mocker import mocker_spec
 
@@ -112,7 +111,7 @@ if socket.has_ipv6 and sys.argv[3] == "6":
     tcp(socket.AF_INET6, "::1"); tcp(socket.AF_INET6, "::")
 u = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); u.bind(("0.0.0.0", 0)); sockets.append(u)
 unix(sys.argv[1] + "/private.sock"); unix(sys.argv[2] + "/open.sock")
-unix("\\0test-abstract-" + sys.argv[1]); unix("\\0rollway/lock" + sys.argv[1], socket.SOCK_DGRAM)
+unix("\\0test-abstract-" + sys.argv[1])
 import os
 os.chmod(sys.argv[2] + "/open.sock", 0o777); os.chmod(sys.argv[1] + "/private.sock", 0o777)
 print("ready", flush=True)
@@ -160,11 +159,11 @@ def test_the_doctor_lists_every_kind_of_listener(listening: StackState) -> None:
     sockets = {Path(entry.address).name: entry.reach for entry in own if entry.protocol == "unix"}
     assert sockets.pop("private.sock") == "only this user"
     assert set(sockets.values()) == {"users of this machine"}
-    assert len(sockets) == 2  # a claim is not a listener
+    assert len(sockets) == 2
     assert all(bool(entry.advice) == (entry.reach == "the network") for entry in own)
 
 
-def listed(name: str) -> list[Listener]:
+def listed(name: str) -> list[ListeningSocket]:
     state = StackDir(name).read()
     assert state is not None
     return list_listeners(state)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rollway.errors import UsageError
-from rollway.gateway.access import Access
+from rollway.gateway.tokens import Access
 from rollway.integrations.prime_rl.directories import BroadcastRules
 from rollway.integrations.prime_rl.serve import require_token
 from tests.conftest import Cli
@@ -90,7 +90,7 @@ def test_another_user_can_neither_load_weights_nor_stop_the_trainer(
                 server, own_home,
                 ("/pause", {}), ("/update_weights", update), ("/resume", {}),
                 ("/init_broadcaster", {"host": "?"}), ("/load_lora_adapter", adapter),
-                ("/collective_rpc", rpc), ("/engine/update_weights_from_disk", update),
+                ("/collective_rpc", rpc),
                 ("/v1/rollway/trainer_logprobs", {}),
             )  # fmt: skip
             assert set(statuses) == {401} and token == "PermissionError"

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from rollway.integrations.verl.retool import sandbox as sandbox_module
-from rollway.integrations.verl.retool.sandbox import Limits, Outcome, Sandbox
+from examples.retool import sandbox as sandbox_module
+from examples.retool.sandbox import Limits, Outcome, Sandbox
 from tests.children import find_processes_in
 from tests.waiting import wait_until
 

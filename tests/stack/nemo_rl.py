@@ -1,13 +1,16 @@
-"""What tests of NeMo-RL's interface share: its config, its batches."""
+"""What tests of NeMo-RL's interface share: its config, its batches, a policy of one rank."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 from collections import UserDict
 from typing import Any
 
 import torch
 
 from rollway.integrations.nemo_rl.generation import Generation
+from rollway.integrations.nemo_rl.publish import ShardPublishing
 
 
 class Batch(UserDict[str, Any]):
@@ -32,3 +35,36 @@ def make_batch(*prompts: list[int]) -> Batch:
 
 async def collect(generation: Generation, batch: Batch, *, greedy: bool = False) -> dict[int, Any]:
     return {index: output async for index, output in generation.generate_async(batch, greedy)}
+
+
+class InProcessPolicy(ShardPublishing):
+    """NeMo-RL's policy of one rank, which is in this process: also its worker group."""
+
+    rank = 0
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.worker_group = self
+        self.workers = [self]
+        self._engine: Any = None
+
+    def run_all_workers_single_data(self, name: str, **fields: Any) -> list[Any]:
+        return [getattr(self, name)(**fields)]
+
+    def checkpoint_engine_rpc(self, checkpoint_method: str, method_kwargs: dict[str, Any]) -> Any:
+        """Answer as NeMo-RL's policy workers do."""
+        match checkpoint_method:
+            case "init_checkpoint_engine":
+                module, name = method_kwargs["backend"].split(":")
+                size, options = method_kwargs["bucket_size_bytes"], method_kwargs["engine_kwargs"]
+                kind = getattr(importlib.import_module(module), name)
+                self._engine = kind(bucket_size=size, **options)
+                return None
+            case "init_checkpoint_engine_process_group":
+                return self._engine.init_policy_process_group(worker_rank=0, **method_kwargs)
+            case "send_weights_via_checkpoint_engine":
+                named = ((n, p.detach()) for n, p in self.model.named_parameters())
+                return asyncio.run(self._engine.send_weights(named))
+            case "finalize_checkpoint_engine":
+                return self._engine.finalize()
+        return getattr(self._engine, checkpoint_method)(**method_kwargs)

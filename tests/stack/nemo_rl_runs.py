@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from rollway.bench.nemo_rl_refit import Policy as InProcessPolicy
 from rollway.errors import RollwayError
 from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.synchronizer import Synchronizer
-from tests.stack.nemo_rl import make_batch, make_config
+from tests.stack.nemo_rl import InProcessPolicy, make_batch, make_config
 from tests.stack.policies import Policy
 from tests.stack.serving import TOLERANCE, fresh_prompt
 

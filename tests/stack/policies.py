@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from rollway.chaos.traffic import perturb
+from chaos.traffic import perturb
 from rollway.demo.grpo import token_logprobs
 
 

@@ -72,7 +72,7 @@ class PrimeServer:
         """Start it; once it has had a port, it gets the same one again."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rollway.cli", "prime-rl", "serve", self.stack, "--json",
-             "--port", str(self.port), "--journal", str(self.output_dir / "journal.jsonl"),
+             "--port", str(self.port), "--journal", str(self.output_dir / "store/gateway.sqlite"),
              "--output-dir", str(self.output_dir), *self.options],
             env={**os.environ, **self.env}, stdout=subprocess.PIPE, stderr=self.log.open("a"),
             text=True,

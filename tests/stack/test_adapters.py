@@ -18,7 +18,7 @@ from rollway.errors import AdminError, RequestFailed, RolloutError, UsageError
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import Http
 from rollway.observe.read import Run
-from rollway.observe.series import Series
+from rollway.observe.run_state import RunState
 from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
@@ -175,7 +175,7 @@ def test_one_name_of_prime_rl_is_the_newest_adapter(
 def read_metric(stack: rollway.Stack, name: str) -> dict[str, float]:
     """Return the newest value of a metric in the record of the stack."""
     assert stack.record_dir is not None
-    series = Series()
+    series = RunState()
     for entry in Run(stack.record_dir).read():
         series.add(entry)
     return series.values.get(name, {})

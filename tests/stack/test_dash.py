@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 import rollway
-from rollway.observe.dash.access import Access
+from rollway.observe.dash.browsers import DashAccess
 from rollway.observe.dash.open_run import open_source, open_stack
 from rollway.observe.dash.server import Dashboard, serve
-from rollway.observe.dash.source import Source
-from rollway.observe.dash.view import View
+from rollway.observe.dash.view import Source, View
 from rollway.stack.state import StackDir
 from tests.conftest import Cli, Footprint
 from tests.light.spec import light
@@ -55,7 +54,7 @@ def test_a_stack_is_shown_with_its_workers_their_deaths_and_its_end(
         wait_until(lambda: list_states() != ["ready", "ready"])
         wait_until(lambda: list_states() == ["ready", "ready"])
         rows = {row["name"]: row for row in view.get_sections()["fleet"]}
-        wait_until(lambda: follow(source, view).workers.as_json()[0]["load"] is not None)
+        wait_until(lambda: follow(source, view).state.workers.as_json()[0]["load"] is not None)
         assert rows[worker.name]["last_event"] == "ready"
         events = [e["event"] for e in view.get_events() if e["worker"] == worker.name]
         assert "exited" in events
@@ -134,7 +133,7 @@ def test_a_trainer_that_is_killed_in_a_refit_leaves_no_false_red(
 ) -> None:
     """Its workers end their orders by themselves; what they declare counts."""
     # Versions of tokens are compared with those of workers some time later, here at once.
-    monkeypatch.setattr("rollway.observe.dash.view._FOREIGN_SECONDS", -1.0)
+    monkeypatch.setattr("rollway.observe.run_state.FOREIGN_SECONDS", -1.0)
     spec = light(base_model, "orphaned", LIGHT_ORDERS="1")
     with rollway.up({**spec, "observe": OFTEN}) as stack:
         stack.refit(1, policies[1].path)
@@ -166,7 +165,7 @@ async def test_the_page_of_a_stack_shows_a_refit_a_death_and_the_end(
     async with open_browser() as browser, AsyncExitStack() as server:
         async with rollway.up({**light(base_model, "paged"), "observe": OFTEN}) as stack:
             dashboard = Dashboard(open_stack("paged"))
-            url = await server.enter_async_context(serve(dashboard, Access(), "127.0.0.1", 0))
+            url = await server.enter_async_context(serve(dashboard, DashAccess(), "127.0.0.1", 0))
             page = await browser.open(url)
             rows = "[...document.querySelectorAll('.state')].map((s) => s.innerText).join()"
             await page.wait_for(f"{rows} === 'ready,ready'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,12 +16,9 @@ from typing import Any
 import pytest
 
 from rollway.observe.metrics import TRAINER_NAMES
-from rollway.observe.read import Run
-from rollway.observe.runs import list_runs
-from rollway.observe.series import Series
-from rollway.observe.sinks import Feed, list_tags
-from rollway.observe.sinks.tensorboard import TensorBoard
-from rollway.observe.sinks.wandb import Wandb
+from rollway.observe.read import Run, list_runs
+from rollway.observe.run_state import RunState
+from rollway.observe.sinks import Feed, TensorBoard, Wandb, list_tags
 from rollway.stack.state import StackDir, StackState, home
 from tests.conftest import Cli, Footprint
 from tests.observe.read_sinks import read_tensorboard, read_wandb
@@ -66,7 +64,9 @@ def test_the_demo_learns(
     }  # fmt: skip
     assert json.loads((tmp_path / "run" / "report.json").read_text()) == report
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "Findings" in page and 'data-metric="rollway_refit_seconds"' in page
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    refits = json.loads(data)["shown"][0]["refits"]
+    assert len(refits) == steps
     assert "no worker of this run had" not in page  # the base is a version of its own
     assert footprint.new() == {}
 
@@ -98,7 +98,7 @@ def test_sinks_of_a_demo_read_back_what_was_recorded(
     sinks = [TensorBoard(tmp_path / "tb"), Wandb("demo", tmp_path)]
     with Feed(directory, sinks, trainer_names=True):
         pass
-    series, steps = Series(), []
+    series, steps = RunState(), []
     for entry in Run(directory).read():
         series.add(entry)
         if entry["kind"] == "trainer":

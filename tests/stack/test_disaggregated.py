@@ -24,11 +24,12 @@ from rollway.errors import RolloutError, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import Http
+from rollway.observe.read import Run
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request
-from rollway.stack.state import StackDir, secret_file
-from rollway.stack.workers import has_nixl
+from rollway.stack.preset import has_nixl
+from rollway.stack.state import StackDir, find_record_dir, secret_file
 from rollway.versions import taint_of
 from rollway.weights.transports.shm import ShmPublisher
 from tests.conftest import Cli
@@ -263,9 +264,11 @@ def test_a_killed_prefill_worker_is_healed_and_admitted(
 
 def test_its_workers_exit_by_themselves(apart: rollway.Stack, cli: Cli) -> None:
     """The last test of this file: it stops the stack."""
+    record = find_record_dir(read_state(NAME))
+    assert record is not None
     assert cli("down", NAME).returncode == 0
     directory = StackDir(NAME)
-    assert [event for event in directory.events() if event["event"] == "killed"] == []
+    assert [entry for entry in Run(record).read() if entry.get("event") == "killed"] == []
     for role in ("prefill", "decode"):
         log = (directory.logs / f"tiny-{role}-0.log").read_text()
         assert "EngineCore: exiting busy loop" in log and "force killing" not in log

@@ -24,10 +24,9 @@ import rollway
 from rollway import processes
 from rollway.observe.doctor import CHECKS, Examination, examine_stack
 from rollway.processes import ProcessId
-from rollway.stack import doctor, remains
-from rollway.stack.run_dir import make_run_dir_name
-from rollway.stack.state import StackDir, StackState, find_record_dir
-from rollway.stack.workers import has_nixl
+from rollway.stack import doctor
+from rollway.stack.preset import has_nixl
+from rollway.stack.state import StackDir, StackState, find_record_dir, make_run_dir_name
 from rollway.versions import taint_of
 from rollway.weights import leftovers
 from tests.conftest import Cli
@@ -49,7 +48,7 @@ def find_problems(name: str, rl_url: str | None = None) -> dict[str, str]:
 
 
 def list_problems(done: Examination) -> dict[str, str]:
-    return {f.check: f.level for f in done.findings if f.level in ("warning", "error")}
+    return {f.what: f.level for f in done.findings if f.level in ("warning", "error")}
 
 
 def read_state(name: str) -> StackState:
@@ -73,9 +72,9 @@ def wait_for_samples(name: str) -> None:
 @pytest.fixture(autouse=True)
 def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """See leftovers of this test alone: what other tests kill at the same time is theirs."""
-    monkeypatch.setattr(remains, "SHM", tmp_path)
+    monkeypatch.setattr(doctor, "SHM", tmp_path)
     monkeypatch.setattr("rollway.weights.adapter.HOME", tmp_path)
-    monkeypatch.setattr(remains, "list_bases", lambda: {tmp_path})
+    monkeypatch.setattr(doctor, "list_bases", lambda: {tmp_path})
     find_runs = processes.find_runs
 
     def find_own_runs() -> dict[str, set[ProcessId]]:
@@ -109,8 +108,8 @@ def test_a_healthy_stack_has_nothing_and_is_asked_little(sound: rollway.Stack, c
     done = examine("sound")
     assert list_problems(done) == {}
     # Dynamo opens the ports of the event plane, whatever it is told.
-    assert [f.check for f in done.findings if f.level == "note"] == ["listeners"]
-    assert {f.check for f in done.findings} >= {name for name, _ in CHECKS} - {
+    assert [f.what for f in done.findings if f.level == "note"] == ["listeners"]
+    assert {f.what for f in done.findings} >= {name for name, _ in CHECKS} - {
         "pools",
         "RDMA",
         "KV transfer",
@@ -191,7 +190,7 @@ def test_why_there_are_canaries_only_is_said(base_model: Path) -> None:
     spec = light(base_model, "plain", LIGHT_NO_ENGINE_METHODS="1")
     with rollway.up({**spec, "observe": "off"}):
         done = examine("plain")
-    notes = {f.check: f.found for f in done.findings if f.level == "note"}
+    notes = {f.what: f.cause for f in done.findings if f.level == "note"}
     assert list_problems(done) == {}
     assert "2 workers have no Rollway in their engine" in notes["proof"]
     assert notes["record"] == "nothing is recorded"
@@ -294,7 +293,7 @@ def test_an_open_admin_port_is_found(base_model: Path) -> None:
         done = examine("exposed")
     # The request plane listens on the same address.
     assert list_problems(done) == {"admin ports": "warning", "listeners": "warning"}
-    advice = {f.check: f.advice for f in done.findings}
+    advice = {f.what: f.fix for f in done.findings}
     assert "admin_host" in advice["admin ports"]
 
 
@@ -418,7 +417,7 @@ def test_a_healthy_vllm_stack_has_nothing(base_model: Path) -> None:
         wait_for_samples("engines")
         done = examine("engines")
     assert list_problems(done) == {}
-    assert [f.check for f in done.findings if f.level == "note"] == ["listeners"]
+    assert [f.what for f in done.findings if f.level == "note"] == ["listeners"]
 
 
 @pytest.mark.skipif(not has_nixl(), reason="needs the module nixl: make setup")
@@ -432,6 +431,6 @@ def test_a_transport_that_is_forced_to_tcp_is_found(base_model: Path, is_forced:
         wait_for_samples("transfers")
         done = examine("transfers")
     assert list_problems(done) == ({"KV transfer": "warning"} if is_forced else {})
-    (transfer,) = [f.found for f in done.findings if f.check == "KV transfer"]
+    (transfer,) = [f.cause for f in done.findings if f.what == "KV transfer"]
     # UCX keeps a TCP lane for control beside shared memory (`cma`).
     assert "MB/s" in transfer and ("cma/" in transfer) == (not is_forced)

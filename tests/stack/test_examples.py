@@ -72,7 +72,7 @@ def test_an_agent_through_the_gateway(
     tool_stack: rollway.Stack, session_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = load_example("agent_gateway", monkeypatch)
-    gateway = Served(tool_stack, tmp_path / "journal.jsonl", {"ROLLWAY_HOME": str(session_home)})
+    gateway = Served(tool_stack, tmp_path / "gateway.sqlite", {"ROLLWAY_HOME": str(session_home)})
     gateway.start()
     try:
         example.run_agent(gateway.url, "example", "add 2 3")

@@ -27,7 +27,7 @@ Ask = Callable[[list[Any]], Any]
 def served(
     tool_stack: rollway.Stack, session_home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    journal = tmp_path_factory.mktemp("gateway") / "journal.jsonl"
+    journal = tmp_path_factory.mktemp("gateway") / "gateway.sqlite"
     gateway = Served(tool_stack, journal, {"ROLLWAY_HOME": str(session_home)})
     gateway.start()
     yield gateway

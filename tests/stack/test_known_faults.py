@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import rollway
+from chaos.control import naive_refit
 from rollway.aio import Stack
-from rollway.chaos.control import naive_refit
 from rollway.errors import AdminError, RolloutError, Unreachable, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode

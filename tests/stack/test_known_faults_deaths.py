@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -64,6 +65,11 @@ LOAD_PAUSE_SECONDS = 0.5
 """Between two batches while a worker restarts, which needs the cores too."""
 
 
+def list_children(pid: int | None) -> set[ProcessId]:
+    children = psutil.Process(pid).children(recursive=True)
+    return {process for child in children if (process := ProcessId.of(child.pid))}
+
+
 # --- 10, 11, 12: a worker dies --------------------------------------------------------------------
 
 
@@ -86,7 +92,7 @@ async def _kill_a_worker(stack: rollway.Stack, move: Move, brake_file: Path) -> 
         bare = Bare(http, stack.frontend_url, client.weights_secret)
         version, _ = await move(client)
         victim = find_process("tiny-0")
-        family = processes.find_descendants(victim.pid or 0)
+        family = list_children(victim.pid)
         assert victim.instance is not None and len(family) >= 2
         prompts = [fresh_prompt() for _ in range(16)]
         ours = client.rollouts().generate_batch(prompts, LONG)
@@ -294,7 +300,7 @@ async def test_13_a_worker_that_waits_for_a_missing_trainer_is_replaced(
 ) -> None:
     fleet = await _on_version_1(odd, policies)
     known = next(p for p in read_state("odd").processes if p.name == "tiny-0")
-    family = processes.find_descendants(known.pid or 0)
+    family = list_children(known.pid)
     (before,), began = await fleet.workers(), time.monotonic()
     with pytest.raises(
         AdminError, match=r"did not join the weight group.*Check that the trainer joins"

@@ -17,9 +17,10 @@ import pytest
 
 import rollway
 from rollway.errors import PortInUse, RollwayError, StackNotRunning, StartError
+from rollway.observe.read import Run
 from rollway.rollout.sampling import Sampling
 from rollway.stack import local
-from rollway.stack.state import StackDir
+from rollway.stack.state import StackDir, find_record_dir
 from tests.children import start_child
 from tests.conftest import Cli, Footprint
 from tests.light.spec import light
@@ -109,7 +110,9 @@ def test_a_dead_worker_is_restarted_and_the_event_recorded(base_model: Path) -> 
         os.kill(victim.pid, signal.SIGKILL)
         wait_until(lambda: _process("tiny-0").restarts == 1 and _process("tiny-0").state == "ready")
         assert stack.rollouts().generate([1, 2, 3], NO_LOGPROBS, n=4)
-        events = [(e["event"], e.get("process")) for e in StackDir("t").events()]
+        directory = find_record_dir(read_state("t"))
+        assert directory is not None
+        events = [(e["event"], e.get("worker")) for e in Run(directory).read() if "event" in e]
         assert ("exited", "tiny-0") in events
         assert ("restarting", "tiny-0") in events
 
@@ -166,12 +169,12 @@ def test_a_supervisor_outlives_the_shell_between_it_and_its_owner(
     spec = mocker_spec(base_model, "grandchild")
     stacks = [local.start(spec, as_grandchild=True)]
     stacks[0].stop()
-    assert stacks[0]._supervisor.returncode == 0
+    assert stacks[0]._supervisor.process.returncode == 0
     stacks.append(local.start(spec, as_grandchild=True))
-    stacks[1]._supervisor.kill()
-    stacks[1]._supervisor.wait()
+    stacks[1]._supervisor.process.kill()
+    stacks[1]._supervisor.process.wait()
     assert stacks[1].state.supervisor.alive
-    os.close(stacks[1]._lifeline)
+    stacks[1]._supervisor.let_go()
     wait_until(lambda: not stacks[1].state.supervisor.alive, 30)
     assert footprint.settle() == {}
 

@@ -26,7 +26,7 @@ from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
 from rollway.http import Http
 from rollway.integrations.verl.pool import Pool
-from rollway.orders import REFIT, STAGE
+from rollway.signed_calls import REFIT, STAGE
 from rollway.stack.state import ProcessState
 from rollway.weights.checkpoint import read_headers
 from rollway.weights.offer import Offer

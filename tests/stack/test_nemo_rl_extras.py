@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollway.bench.nemo_rl_refit import Policy as InProcessPolicy
 from rollway.errors import RollwayError
 from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
@@ -22,7 +21,7 @@ from rollway.integrations.nemo_rl.synchronizer import Synchronizer
 from rollway.rollout.sampling import Sampling
 from tests.stack import revealing_worker
 from tests.stack.drafter import Tensors, random_eagle3, write_eagle3
-from tests.stack.nemo_rl import make_config
+from tests.stack.nemo_rl import InProcessPolicy, make_config
 from tests.stack.policies import Policy
 from tests.stack.stacks import VLLM_ARGS
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from chaos.faults import Joiner
+from chaos.target import Target
 from rollway.api import make_spec
-from rollway.chaos.faults import Joiner
-from rollway.chaos.target import Target
 from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.discovery import RlListing, Worker, discover
 from rollway.http import Http
@@ -67,7 +67,7 @@ def strike_at(generation: Generation, step: str, act: Callable[[Worker], None]) 
 DRIVER = """
     import asyncio, json, sys
     from transformers import AutoModelForCausalLM
-    from rollway.bench.nemo_rl_refit import Policy
+    from tests.stack.nemo_rl import InProcessPolicy as Policy
     from rollway.integrations.nemo_rl.config import WeightSync
     from rollway.integrations.nemo_rl.generation import Generation
     from rollway.integrations.nemo_rl.synchronizer import Synchronizer

@@ -45,7 +45,7 @@ DRIVER = """
     frontend, rl, secret, model = sys.argv[1:]
     address = Address(frontend, "caller", RlListing(rl, frontend), 2048, secret)
     server = GymServer(address, {}, {"name": model})
-    print(json.dumps({"url": server.url, "pid": server._process.pid}), flush=True)
+    print(json.dumps({"url": server.url, "pid": server._child.process.pid}), flush=True)
 """
 
 

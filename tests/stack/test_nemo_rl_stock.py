@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from rollway.bench.nemo_rl_refit import Policy as InProcessPolicy
 from rollway.errors import UsageError
 from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
@@ -20,7 +19,7 @@ from rollway.integrations.nemo_rl.synchronizer import Synchronizer
 from rollway.rollout.sampling import Sampling
 from rollway.weights.transports import vllm_group
 from tests.stack.gloo_transfer import BACKEND, write_plugin
-from tests.stack.nemo_rl import make_config
+from tests.stack.nemo_rl import InProcessPolicy, make_config
 from tests.stack.policies import Policy
 from tests.stack.stacks import VLLM_ARGS
 from tests.waiting import wait_until

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import rollway
 from rollway.observe.dash.view import View
 from rollway.observe.read import Run
-from rollway.orders import SECRET
+from rollway.signed_calls import SECRET
 from tests.conftest import Cli
 from tests.light.spec import light
 from tests.stack.policies import Policy
@@ -179,7 +179,7 @@ def test_a_group_that_cannot_form_is_named_twice(server: PrimeServer) -> None:
 def test_the_fleet_is_one_virtual_worker(
     server: PrimeServer, output_dir: Path, policies: list[Policy], base_model: Path
 ) -> None:
-    """The calls of `client.backend = "dynamo"` (June) and of `client.dynamo` (September)."""
+    """The calls of `client.dynamo`."""
     status, listing = server.get("/v1/rl/workers")
     assert status == 200 and listing["protocol_version"] == 1
     (worker,) = listing["workers"]
@@ -187,16 +187,6 @@ def test_the_fleet_is_one_virtual_worker(
     assert "error" not in worker
     assert worker["admin_base_url"] == worker["system_url"] == server.url
     assert server.get("/v1/rl/workers")[1] == listing
-    june = broadcast(output_dir, 30, policies[1].path)
-    pause = {"mode": "keep", "clear_cache": False}
-    assert server.post("/engine/pause_generation", pause)[1]["status"] == "ok"
-    body = {"model_path": str(june), "weight_version": "step_31", "engine_rpc": "reload_weights"}
-    assert server.post("/engine/update_weights_from_disk", body)[0] == 400  # another step
-    for version in ("step_30", "30"):
-        answer = server.post("/engine/update_weights_from_disk", body | {"weight_version": version})
-        assert answer == (200, {"status": "ok", "version": version, "version_declared": True})
-    assert server.post("/engine/resume_generation", {})[1]["status"] == "ok"
-    assert server.post("/engine/get_weight_version", {})[1]["version"] == "30"
     broadcast(output_dir, 31, policies[2].path)
     assert server.post(PAUSE)[0] == 200
     call = {"timeout": 60.0, "args": ["broadcasts/step_31"], "kwargs": {}}
@@ -205,12 +195,7 @@ def test_the_fleet_is_one_virtual_worker(
     assert server.post("/resume")[0] == 200
     prompt = fresh_prompt(20)
     assert distance(policies[2], prompt, server.generate(prompt)) < TOLERANCE
-    for path, body in (
-        ("/collective_rpc", {**call, "method": "save_sharded_state"}),
-        ("/engine/update_weights_from_disk", {"model_path": "x", "engine_rpc": "load"}),
-    ):
-        assert server.post(path, body)[0] == 403
-    assert server.post("/engine/sleep", {})[0] == 404
+    assert server.post("/collective_rpc", {**call, "method": "save_sharded_state"})[0] == 403
 
 
 @pytest.mark.parametrize(

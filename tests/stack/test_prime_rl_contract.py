@@ -69,7 +69,6 @@ class Call:
 
 PAUSE = Call("POST", "/pause?mode=keep&clear_cache=false", answer=b'{"status":"paused"}')
 RESUME = Call("POST", "/resume", answer=b'{"status":"resumed"}')
-KEEP = '{"mode":"keep","clear_cache":false}'
 AUGUST = (
     Call("GET", "/health"),
     Call("GET", "/v1/models"),
@@ -98,33 +97,7 @@ DYNAMO_PLANE = (
     ),
     RESUME,
 )
-NATIVE = (
-    Call("GET", "/v1/rl/workers"),
-    Call("POST", "/engine/control/pause_generation", KEEP),
-    Call("POST", "/engine/control/is_paused", "{}", b'{"status":"ok","is_paused":true}'),
-    Call(
-        "POST",
-        "/collective_rpc",
-        '{"method":"reload_weights","timeout":3600,"args":[],"kwargs":{"weights_path":"$DIR"}}',
-        b'{"results":[null]}',
-    ),
-    Call("POST", "/engine/update/update_weight_version", '{"new_version":"$STEP"}'),
-    Call("POST", "/engine/control/get_weight_version", "{}"),
-    Call("POST", "/engine/control/resume_generation", "{}"),
-)
-JUNE = (
-    Call("GET", "/v1/rl/workers"),
-    Call("GET", "/health"),
-    Call("GET", "/v1/models"),
-    Call("POST", "/engine/pause_generation", KEEP),
-    Call(
-        "POST",
-        "/engine/update_weights_from_disk",
-        '{"model_path":"$DIR","weight_version":"step_$STEP","engine_rpc":"reload_weights"}',
-    ),
-    Call("POST", "/engine/resume_generation", "{}"),
-)
-UPDATES = {"August": AUGUST, "main": MAIN, "#3491": DYNAMO_PLANE, "#3296": NATIVE, "June": JUNE}
+UPDATES = {"August": AUGUST, "main": MAIN, "#3491": DYNAMO_PLANE}
 MARKERS = {"main": (".sender_ready", ".receiver_ready", ".started", ".finished")}
 
 GENERATE = Call(
@@ -183,20 +156,15 @@ def test_a_generation_updates_the_fleet_by_its_own_calls(
         assert {model["max_model_len"] for model in models["data"]} == {2048}
     if listing := answers.get("/v1/rl/workers"):
         check_listing(listing, server, base_model)
-    if confirmed := answers.get("/engine/control/get_weight_version"):
-        assert confirmed["weight_version"] == str(50 + number)
 
 
 def check_listing(listing: dict[str, Any], server: PrimeServer, model: Path) -> None:
-    """Apply the checks of #3491 and of #3296, which wait without an end for another listing."""
+    """Apply the checks of #3491, which waits without an end for another listing."""
     assert listing["protocol_version"] == 1
     (worker,) = listing["workers"]
     assert worker["model"] == str(model) and worker["world_size"] == 1 and not worker.get("error")
     assert worker["admin_base_url"] == worker["system_url"] == server.url
     assert type(worker["instance_id"]) is int and worker["namespace"] and worker["component"]
-    needed = {"pause_generation", "resume_generation", "is_paused", "get_weight_version"}
-    routes = {f"control/{name}" for name in needed} | {"update/update_weight_version"}
-    assert routes <= set(worker["routes"])
 
 
 def test_rollouts_of_each_generation_are_answered_where_it_looks(
@@ -213,12 +181,3 @@ def test_rollouts_of_each_generation_are_answered_where_it_looks(
     assert len(contents) == len(data["completion_token_ids"])
     answer = json.loads(EVAL.send(server, OPENAI, tmp_path))
     assert answer["choices"][0]["message"]["role"] == "assistant"
-
-
-def test_a_label_of_other_weights_is_refused(server: PrimeServer) -> None:
-    """#3296 declares the version after the update; a wrong one would end its run anyway."""
-    body = {"new_version": "999"}
-    status, answer = server.post("/engine/update/update_weight_version", body)
-    assert status == 400 and "999" in answer["error"]["message"]
-    call = {"method": "reload_weights", "args": [], "kwargs": {"weights_path": "/nowhere"}}
-    assert server.post("/collective_rpc", call)[0] == 409  # without a pause

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import rollway
+from chaos.faults import Joiner
+from chaos.target import Target
 from rollway.api import make_spec
-from rollway.chaos.faults import Joiner
-from rollway.chaos.target import Target
 from rollway.http import Http
 from tests.light.spec import light
 from tests.stack.policies import Policy

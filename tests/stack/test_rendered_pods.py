@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 import rollway
-from rollway.config import parse_spec
 from rollway.errors import RollwayError
 from rollway.kubernetes.render import render_stack
 from rollway.kubernetes.spec import PodsSpec, SecretRef
+from rollway.spec import parse_spec
 from tests import footprint
 from tests.light.spec import ROOT, light
 from tests.stack.policies import Policy

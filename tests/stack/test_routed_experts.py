@@ -19,12 +19,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import rollway
+from examples.exactness.mismatch import mismatch
+from examples.moe.replay_experts import replay, router_choices
 from rollway.demo.grpo import token_logprobs
 from rollway.http import Http
 from rollway.integrations.prime_rl.inference import InferenceConfig, make_stack
 from rollway.rollout.experts import RoutedExperts, decode, join
-from rollway.rollout.mismatch import mismatch
-from rollway.rollout.replay import replay, router_choices
 from tests.stack import interpreted
 from tests.stack.moe import build_moe
 from tests.stack.served import Served
@@ -174,7 +174,7 @@ def test_replayed_routing_keeps_a_trainer_with_the_engine(
 def test_the_gateway_records_experts_turn_by_turn(
     stack: rollway.Stack, model: torch.nn.Module, home: Path, tmp_path: Path
 ) -> None:
-    served = Served(stack, tmp_path / "journal.jsonl", {"ROLLWAY_HOME": str(home)}, "experts")
+    served = Served(stack, tmp_path / "gateway.sqlite", {"ROLLWAY_HOME": str(home)}, "experts")
     served.start("--routed-experts", "--bundle", "always")
     client, messages = served.client("agent"), list[Any]()
     for word in ("one", "two", "three"):

@@ -21,16 +21,16 @@ import pytest
 
 import rollway
 from rollway import processes
-from rollway.config import AdminTimeouts
 from rollway.errors import AdminError
 from rollway.fleet import vllm_admin
 from rollway.fleet.admin import IN_DOUBT, NoSuchMethod
 from rollway.fleet.discovery import Worker
 from rollway.fleet.vllm_admin import VllmAdmin
 from rollway.http import Http
-from rollway.orders import SECRET, sign
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
+from rollway.signed_calls import SECRET, sign
+from rollway.spec import AdminTimeouts
 from rollway.stack.preset import UNIPROCESS
 from rollway.weights.checkpoint import check_checkpoint
 from tests.stack import brake

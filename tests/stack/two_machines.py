@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import rollway
-from rollway.stack import access
+from rollway.stack import running
 from rollway.stack.locks import Lease
 from rollway.stack.state import WAITS_FOR_REPLICA, ProcessState, StackDir, read_secret
 from tests.waiting import wait_until
@@ -66,7 +66,7 @@ def restart_replica(dead: str) -> None:
     wait_until(lambda: read_rank(dead).state == WAITS_FOR_REPLICA)
     for stack, process in RANKS.items():
         if stack != dead:
-            access.stop_rank(stack, process)
+            running.stop_rank(stack, process)
     wait_until(lambda: all(read_rank(stack).state == WAITS_FOR_REPLICA for stack in RANKS))
     for stack, process in RANKS.items():
-        access.release_rank(stack, process)
+        running.release_rank(stack, process)

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 import rollway
-from rollway import async_stack as async_stack_module
+from rollway import stack_handle as async_stack_module
 from rollway import sync
 from rollway.api import Opening
-from rollway.async_stack import Stack as AsyncStack
 from rollway.errors import UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet as AsyncFleet
@@ -28,13 +27,14 @@ from rollway.http import Http
 from rollway.publishing import find_addresses
 from rollway.rollout.client import Rollouts as AsyncRollouts
 from rollway.rollout.teacher import Teacher as AsyncTeacher
+from rollway.stack_handle import Stack as AsyncStack
 
 # Coroutines that only Rollway calls: background work of an event loop, and integrations.
 INTERNAL = {
     AsyncFleet: {"choose_version", "refresh", "still_serves", "watch"},
     AsyncStack: {"learn", "unwatch", "count_receivers"},
     AsyncRollouts: set(),
-    AsyncTeacher: set(),
+    AsyncTeacher: {"sample"},
 }
 PAIRS = [
     (AsyncStack, rollway.Stack),

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollway.config import StackSpec, is_loopback, load_spec
 from rollway.errors import RollwayError, SpecError, UsageError
 from rollway.model_spec import slug
+from rollway.spec import StackSpec, is_loopback, load_spec
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rollway.config import StackSpec, load_spec
 from rollway.errors import SpecError
-from rollway.ranks import merge_runtime_envs
+from rollway.model_spec import merge_runtime_envs
+from rollway.spec import StackSpec, load_spec
 
 
 def make(model: dict[str, Any] | None = None, **fields: Any) -> StackSpec:

@@ -4,6 +4,8 @@ imports another."""
 from __future__ import annotations
 
 import ast
+import tokenize
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -11,18 +13,17 @@ import rollway
 
 ORDER = [
     "errors",
-    "private plain http orders versions protobuf",
-    "ranks",
-    "contradictions",
+    "private_files yaml_input http signed_calls versions",
     "model_spec",
-    "config processes",
+    "spec processes",
+    "callers",
     "observe",
     "weights",
     "engine rollout",
     "fleet",
     "stack",
     "publishing",
-    "async_stack",
+    "stack_handle",
     "sync",
     "api",
     "aio",
@@ -31,12 +32,36 @@ ORDER = [
     "observe.dash",
     "observe.report",
     "kubernetes integrations demo",
-    "observe.export observe.doctor",
-    "chaos",
-    "bench",
+    "observe.exporter observe.doctor",
     "cli",
 ]
 """From the bottom to the top, as in docs/architecture.md."""
+
+MOST_LINES, MOST_MODULES = 50_000, 320
+"""Of the whole package: lines with code on them. Comments and docstrings are free."""
+
+BUDGET = {
+    "base": (16, 2_480),
+    "cli": (15, 1_650),
+    "demo": (6, 690),
+    "engine": (24, 4_190),
+    "fleet": (22, 3_520),
+    "gateway": (12, 2_230),
+    "integrations/curator": (5, 640),
+    "integrations/nemo_rl": (16, 2_580),
+    "integrations/prime_rl": (15, 2_470),
+    "integrations/verl": (14, 1_470),
+    "kubernetes": (23, 4_180),
+    "observe": (29, 5_110),
+    "rollout": (11, 1_820),
+    "stack": (16, 3_460),
+    "stack/ray": (10, 1_950),
+    "weights": (58, 11_130),
+}
+"""The most modules and lines of a package: what it has. It may shrink, and not grow."""
+
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+_NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 
 TESTS = Path(__file__).parents[1]
 LISTS_TESTS = TESTS / "unit" / "prime_rl" / "test_findings.py"
@@ -77,6 +102,37 @@ def test_a_package_imports_only_packages_below_it() -> None:
             if imported != package and step >= level[package]:
                 wrong.add(f"{file.relative_to(source)} imports {name}")
     assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_the_package_and_its_rooms_keep_their_budgets() -> None:
+    source = Path(rollway.__file__).parent
+    modules, lines = Counter[str](), Counter[str]()
+    for file in source.rglob("*.py"):
+        package, *inner = file.relative_to(source).parts
+        room = f"{package}/{inner[0]}" if package in ("stack", "integrations") else package
+        room = room.removesuffix(f"/{file.name}") if inner else "base"
+        modules[room] += len(file.read_text().splitlines()) > 5 or file.name != "__init__.py"
+        lines[room] += count_code(file)
+    assert modules.total() <= MOST_MODULES and lines.total() <= MOST_LINES
+    sizes = {room: (modules[room], lines[room]) for room in BUDGET}
+    wrong = {room for room, size in sizes.items() if any(map(int.__gt__, size, BUDGET[room]))}
+    assert not wrong, {room: (sizes[room], BUDGET[room]) for room in wrong}
+
+
+def count_code(file: Path) -> int:
+    """Count the lines of a file with code on them: no blanks, comments or docstrings."""
+    lines: set[int] = set()
+    with file.open("rb") as source:
+        for token in tokenize.tokenize(source.readline):
+            if token.type not in _NO_CODE:
+                lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(file.read_text())):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            value = getattr(statement, "value", None)
+            if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant):
+                lines.difference_update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    return len(lines)
 
 
 def test_what_tests_share_is_in_no_test_module() -> None:

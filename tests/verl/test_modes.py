@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollway.observe.runs import list_runs
+from rollway.observe.read import list_runs
 from tests.conftest import Cli, Footprint
 from tests.steps import check_steps
 from tests.verl.modes import STEPS, agrees, run, summary

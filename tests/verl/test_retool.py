@@ -19,7 +19,7 @@ from tests.verl.training import prepare, settings, train
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-RETOOL = "rollway.integrations.verl.retool.train"
+RETOOL = "examples.retool.train"
 RECIPES = (
     "algorithm.adv_estimator",
     "reward.custom_reward_function.path",

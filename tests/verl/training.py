@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollway.demo.model import copy_bare
 from rollway.demo.task import INSTRUCTION
 
 HERE = Path(__file__).parent
@@ -46,9 +45,19 @@ class Training:
 
 def prepare(directory: Path, base_model: Path) -> None:
     """Write the model and data files that verl needs."""
-    copy_bare(base_model, directory / "model")
+    _copy_bare(base_model, directory / "model")
     rows = [json.dumps(_question(number)) for number in range(40)]
     (directory / "data.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def _copy_bare(base: Path, directory: Path) -> None:
+    """Copy the demo's checkpoint with a chat template that adds nothing: its policy has learnt to
+    answer questions without the marks of a chat."""
+    shutil.copytree(base, directory)
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
 
 
 def tie_embeddings(directory: Path) -> None:
@@ -132,7 +141,7 @@ def settings(directory: Path, *, trainer_gpus: int, ray_gpus: int, ray_cpus: int
 
 
 def environment(directory: Path, modules: Sequence[str] = ()) -> dict[str, str]:
-    path = [ROOT / "src", HERE / "plugin", *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [ROOT / "src", ROOT, HERE / "plugin", *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import os
 import secrets
 import signal
@@ -16,23 +15,21 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from rollway.cli.arguments import Parser, add_flag, add_listening, add_name, set_command
 from rollway.cli.output import print_json, print_progress, print_result
-from rollway.config import is_loopback
 from rollway.errors import UsageError
-from rollway.observe.dash import open_run
-from rollway.observe.dash.access import TOKEN, Access
-from rollway.observe.dash.screen import make_screen, print_screen
+from rollway.observe.dash import live_table, open_run
+from rollway.observe.dash.browsers import TOKEN, DashAccess
 from rollway.observe.dash.server import Dashboard, serve
-from rollway.observe.dash.source import Source, Watch
+from rollway.observe.dash.view import Source, Watch
+from rollway.spec import is_loopback
 from rollway.stack.state import make_home
 
 
 def dash(options: argparse.Namespace) -> int:
     """Serve until a signal arrives."""
     _check_source(options)
-    access = Access(read_token(options))
+    access = DashAccess(read_token(options))
     access.check_host(options.host)
     if access.token and not is_loopback(options.host):
         print_progress(f"What the page shows crosses the network of {options.host} in the clear.")
@@ -55,40 +52,29 @@ def top(options: argparse.Namespace) -> int:
     if not 0.1 <= options.interval <= 3600:
         raise UsageError(f"--interval is {options.interval:g}.", "Give 0.1 to 3600 seconds.")
     is_once = options.once or options.json or not sys.stdout.isatty()
-    if not is_once and importlib.util.find_spec("textual") is None:
-        raise UsageError(
-            "`rollway top` needs Textual, which is not installed.",
-            "`pip install 'rollway[observe]'`, or look once with --once.",
-        )
     with open_run.open_source(options.name, options.run) as source:
         watch = Watch(source)
         watch.settle()
         if not is_once:
-            from rollway.observe.dash.terminal import run_top
-
-            run_top(watch, options.interval)
-            return 0
-        sections, view = watch.make_model(), watch.view
-        if options.json:
-            print_json(
-                {"sections": sections, "events": view.get_events(), "refit": view.get_refit("")}
-            )
+            live_table.run_top(watch, options.interval)
+        elif options.json:
+            view = watch.view
+            print_json({"sections": watch.make_model(), "events": view.get_events(),
+                        "refit": view.get_refit("")})  # fmt: skip
         else:
-            width = None if sys.stdout.isatty() else 160
-            print_screen(make_screen(sections, view), Console(highlight=False, width=width))
+            live_table.print_once(watch, None if sys.stdout.isatty() else 160)
     return 0
 
 
 def report(options: argparse.Namespace) -> int:
     """Write the report of one run, or of two."""
-    from rollway.observe.report import describe_report, write_report
+    from rollway.observe.report import write_report
 
     if len(options.runs) > 2:
         raise UsageError(f"{len(options.runs)} runs are given.", "Give one, or two to compare.")
     directories = [open_run.find_run(text) for text in options.runs or [None]]
     out = options.out or Path(f"{'-'.join(path.name for path in directories)}.html")
-    summaries = write_report(directories, out)
-    result = {"file": str(out.resolve()), **describe_report(summaries)}
+    result = {"file": str(out.resolve()), **write_report(directories, out)}
     print_result(options, result, print_report)
     return 0
 
@@ -117,7 +103,7 @@ def read_token(options: argparse.Namespace) -> str:
     return token or (secrets.token_urlsafe(24) if options.token else "")
 
 
-async def _serve(source: Source, access: Access, options: argparse.Namespace) -> None:
+async def _serve(source: Source, access: DashAccess, options: argparse.Namespace) -> None:
     # Before the address is printed: whoever reads it may stop the dashboard at once.
     stop_requested = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -143,3 +129,31 @@ async def open_in_browser(url: str) -> AsyncIterator[None]:
         with suppress(webbrowser.Error):
             await asyncio.to_thread(webbrowser.open, Path(file.name).as_uri())
         yield
+
+
+def add_dash(parser: Parser) -> None:
+    set_command(parser, dash)
+    add_name(parser)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a recorded run instead")
+    text = "a gateway's (default: the stack's)"
+    parser.add_argument("--journal", type=Path, metavar="FILE", help=text)
+    add_listening(parser, 8180)
+    add_flag(parser, "--token", "ask for a token: ROLLWAY_DASH_TOKEN, or a random one")
+    text = "whether to open a browser (default: if a person starts it)"
+    parser.add_argument("--open", action=argparse.BooleanOptionalAction, default=True, help=text)
+
+
+def add_top(parser: Parser) -> None:
+    set_command(parser, top)
+    add_name(parser)
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a recorded run instead")
+    add_flag(parser, "--once", "print it once")
+    text = "seconds between two looks (default 1; more for a slow line)"
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help=text)
+
+
+def add_report(parser: Parser) -> None:
+    set_command(parser, report)
+    text = "a run directory, or its name; the newest run without it; two are compared"
+    parser.add_argument("runs", nargs="*", metavar="DIR", help=text)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: <name of DIR>.html")

@@ -6,15 +6,17 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import rollway
+from rollway.cli.arguments import Parser, Run, add_flag, add_name, make_group
 from rollway.cli.output import print_json, print_progress, print_result, print_table
-from rollway.config import AdminTimeouts
 from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.admin import version_left
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport, SleepReport, WorkerSleep
+from rollway.spec import AdminTimeouts
 from rollway.stack.ray import launcher
 from rollway.sync import Fleet
 
@@ -123,12 +125,12 @@ def watch(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _attach(options: argparse.Namespace) -> Iterator[Fleet]:
-    target = launcher.resolve_name(options.name or options.stack)
+    target = launcher.resolve_name(options.name)
     # The other commands end at once: they must not begin a refit of a worker that joins.
     opening = rollway.attach(
         target,
         rl_url=options.rl_url,
-        watch=options.command == "fleet:watch",
+        watch=options.run_command is watch,
         timeouts=_parse_timeouts(options.timeout),
     )
     with opening as stack:
@@ -229,3 +231,38 @@ def _print_change(
         return
     trouble = f", {facts['error']}" if facts["error"] else ""
     print(f"{event}: worker {instance}, {_describe_version(facts['version'])}{trouble}", flush=True)
+
+
+def add_fleet(parser: Parser) -> None:
+    add_command = make_group(parser)
+
+    def add(run: Run, text: str) -> Parser:
+        parser = add_command(run.__name__, run, text)
+        add_name(parser)
+        parser.add_argument("--rl-url", help="address of the RL worker listing, if elsewhere")
+        parser.add_argument("--model", help="one of several served models")
+        text = "limit of a call: probe, pause (also the wait for running requests), update"
+        parser.add_argument(
+            "--timeout", action="append", default=[], metavar="CALL=SECONDS", help=text
+        )
+        return parser
+
+    add(ls, "list the workers, also those in error")
+    parser = add(pause, "stop generation and remove the workers from routing")
+    parser.add_argument("--mode", choices=["wait", "keep", "abort"], default="wait")
+    add(resume, "resume generation")
+    parser = add(sleep, "release the workers' memory until a wake or a refit")
+    text = "1 keeps the weights in the host's memory (default), 2 forgets them"
+    parser.add_argument("--level", type=int, choices=[1, 2], default=1, help=text)
+    parser.add_argument("--mode", choices=["wait", "abort"], default="wait")
+    add(wake, "return workers that sleep at level 1 to service")
+    parser = add(refit, "load a checkpoint into every worker")
+    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint directory")
+    parser.add_argument("--version", type=int, required=True, help="higher than all before")
+    modes = ["pause-all", "rolling", "in-flight"]
+    parser.add_argument("--mode", choices=modes, default="pause-all")
+    parser.add_argument("--share", type=float, default=0.5, help="of the workers at a time")
+    add_flag(parser, "--allow-cast", "accept another dtype than the served one")
+    add(versions, "show which weight version each worker serves")
+    parser = add(watch, "show who joins and leaves; update workers that join")
+    parser.add_argument("--seconds", type=float, default=2.0, help="between two polls (default 2)")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from rollway.cli.output import print_json
+from rollway.cli.arguments import Parser, make_group
+from rollway.cli.output import report_problems
 from rollway.errors import UsageError
 
 
@@ -31,12 +31,15 @@ def check(options: argparse.Namespace) -> int:
     from rollway.integrations.nemo_rl.check import find_problems, read_recipe
 
     recipe = read_recipe(options.file, options.overrides)
-    problems = [*recipe.unresolved, *find_problems(recipe.values)]
-    if options.json:
-        print_json({"problems": [asdict(problem) for problem in problems]})
-        return 1 if problems else 0
-    for problem in problems:
-        print(f"{problem.key}: {problem.cause} {problem.fix}")
-    if not problems:
-        print("no problem found")
-    return 1 if problems else 0
+    return report_problems(options, [*recipe.unresolved, *find_problems(recipe.values)])
+
+
+def add_nemo_rl(parser: Parser) -> None:
+    add = make_group(parser)
+    parser = add("run", run, "run an entry script of NeMo-RL with Rollway as its backend `dynamo`")
+    parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="for example run_grpo.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="of the script")
+    parser = add("check", check, "say what in a recipe of NeMo-RL will not work, and why")
+    parser.add_argument("file", type=Path, metavar="CONFIG.yaml", help="a recipe")
+    text = "NeMo-RL's: a.b=c, +a.b=c, ~a.b"
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=text)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollway.errors import UsageError
+from rollway.errors import Problem, UsageError
 
 
 def get_spec_file(options: argparse.Namespace) -> Path | None:
@@ -44,31 +44,40 @@ def print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_table(
-    columns: Iterable[str], rows: Iterable[Iterable[str]], *, text_columns: int | None = None
-) -> None:
-    """Print rows below a header; long cells are folded. Columns after the first `text_columns`
-    hold numbers and are aligned to the right."""
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print rows below a header; long cells are folded."""
     table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        is_text = text_columns is None or number < text_columns
-        table.add_column(column, overflow="fold", justify="left" if is_text else "right")
+    for column in columns:
+        table.add_column(column, overflow="fold")
     for row in rows:
         # Cells hold text of other programs: square brackets in them are no markup.
         table.add_row(*map(Text, row))
     print_rich(table)
 
 
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    """Print one line per thing that was checked: how it is, the cause and the fix."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for _ in range(4):
+        table.add_column(overflow="fold")
+    for problem in problems:
+        level = Text(problem.level, style=_STYLES[problem.level])
+        table.add_row(level, *map(Text, (problem.what, problem.cause, problem.fix)))
+    print_rich(table)
+
+
+def report_problems(options: argparse.Namespace, problems: list[Problem]) -> int:
+    """Print what in a trainer's config will not work; return 1 if there is anything."""
+    names = ("key", "level", "cause", "fix")
+    text = "\n".join(map(str, problems)) or "no problem found"
+    result = {"problems": [problem.as_json(*names) for problem in problems]}
+    print_result(options, result, lambda _: print(text))
+    return 1 if problems else 0
+
+
 def print_rich(table: Table) -> None:
     # Lines in a file or a pipe are not folded to 80 columns.
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
-
-
-def format_size(count: int) -> str:
-    """Format bytes for people: 1.53 GB."""
-    amount, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if amount < 1000:
-            break
-        amount, unit = amount / 1000, larger
-    return f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"

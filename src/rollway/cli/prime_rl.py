@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import asdict
+from pathlib import Path
 
-from rollway.cli.output import print_json
-from rollway.cli.programs import check_exposure, read_gateway_options
+from rollway.cli.arguments import Parser, add_flag, add_set, make_group, pick_fields, port
+from rollway.cli.gateway import add_gateway_options, check_exposure, read_gateway_options
+from rollway.cli.output import print_json, print_result, report_problems
 from rollway.errors import UsageError
 from rollway.http import Http
 
@@ -25,15 +26,8 @@ def serve(options: argparse.Namespace) -> int:
         )
     hosts = [options.host] if options.admin_port is None else [options.host, options.admin_host]
     access, tls = check_exposure(options, hosts)
-    serve_options = server.ServeOptions(
-        read_gateway_options(options),
-        admin_host=options.admin_host,
-        admin_port=options.admin_port,
-        output_dir=options.output_dir,
-        marker=options.marker,
-        gate_seconds=options.gate_seconds,
-        weight_broadcast=options.weight_broadcast,
-    )
+    chosen = pick_fields(server.ServeOptions, options)
+    serve_options = server.ServeOptions(read_gateway_options(options), **chosen)
     asyncio.run(server.serve(serve_options, access, tls))
     return 0
 
@@ -62,33 +56,19 @@ def config(options: argparse.Namespace) -> int:
     text = make_toml(model, url, admin)
     if export:
         text = f"# Before prime-rl: {export}\n{text}"
-    if options.json:
-        print_json({"toml": text})
-    else:
-        print(text, end="")
+    print_result(options, {"toml": text}, lambda _: print(text, end=""))
     return 0
 
 
 def check(options: argparse.Namespace) -> int:
     """Print what in a config will not work; exit with 1 if there is anything."""
-    from rollway.integrations.prime_rl.check import (
-        find_problems,
-        find_remote_problems,
-        read_toml,
-    )
+    from rollway.integrations.prime_rl.check import find_problems, find_remote_problems, read_toml
 
     settings = read_toml(options.file)
     problems = find_problems(settings)
     if not options.offline:
         problems += asyncio.run(find_remote_problems(settings))
-    if options.json:
-        print_json({"problems": [asdict(problem) for problem in problems]})
-    else:
-        for problem in problems:
-            print(f"{problem.key}: {problem.cause} {problem.fix}")
-        if not problems:
-            print("no problem found")
-    return 1 if problems else 0
+    return report_problems(options, problems)
 
 
 def inference(options: argparse.Namespace) -> int:
@@ -112,10 +92,38 @@ def install_shim(options: argparse.Namespace) -> int:
     from rollway.integrations.prime_rl.inference import write_shim
 
     file = write_shim(options.directory.expanduser().resolve())
-    if options.json:
-        print_json({"file": str(file)})
-    else:
-        print(
-            f"{file} is written. Put {file.parent} first on PATH, after the environment is active."
-        )
+    text = f"{file} is written. Put {file.parent} first on PATH, after the environment is active."
+    print_result(options, {"file": str(file)}, lambda _: print(text))
     return 0
+
+
+def add_prime_rl(parser: Parser) -> None:
+    add = make_group(parser)
+    parser = add("serve", serve, "look like one prime-rl inference server of any size")
+    add_gateway_options(parser)
+    text = "serve admin calls there instead of at --port"
+    parser.add_argument("--admin-port", type=port, help=text)
+    text = "of --admin-port (default: loopback)"
+    parser.add_argument("--admin-host", default="127.0.0.1", help=text)
+    parser.add_argument("--output-dir", type=Path, help="where the trainer's relative paths begin")
+    markers = ["either", "STABLE", ".finished"]
+    text = "the file that marks a broadcast as complete (default: either of the two)"
+    parser.add_argument("--marker", choices=markers, default="either", help=text)
+    text = "what the trainer broadcasts by (default: as /init_broadcaster says, else files)"
+    types = ["auto", "filesystem", "nccl", "nixl"]
+    parser.add_argument("--weight-broadcast", choices=types, default="auto", help=text)
+    text = "how long a request waits between /pause and /resume (default 1800)"
+    parser.add_argument("--gate-seconds", type=float, default=1800.0, help=text)
+    parser = add("config", config, "print the TOML for a running server")
+    parser.add_argument("url", metavar="URL", help="the address that `serve` printed")
+    parser.add_argument("--admin-url", metavar="URL", help="of admin calls, if it is another")
+    parser = add("check", check, "say what in a prime-rl config will not work, and why")
+    parser.add_argument("file", type=Path, metavar="FILE.toml", help="a prime-rl config")
+    add_flag(parser, "--offline", "do not ask the addresses in it")
+    parser = add("inference", inference, "be the inference child of prime-rl's `rl` command")
+    parser.add_argument("at", choices=["@"], metavar="@", help="as prime-rl's launcher writes it")
+    text = "prime-rl's resolved inference config (JSON), or a TOML of the same fields"
+    parser.add_argument("file", type=Path, metavar="FILE", help=text)
+    add_set(parser)
+    parser = add("install-shim", install_shim, "write `inference`, for prime-rl's launcher to find")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to")

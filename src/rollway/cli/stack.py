@@ -1,4 +1,4 @@
-"""`rollway up`, `status`, `down`, `logs` and `doctor`."""
+"""`rollway up`, `status`, `down`, `logs` and `doctor`, for stacks of this machine and on Ray."""
 
 from __future__ import annotations
 
@@ -6,29 +6,44 @@ import argparse
 import asyncio
 import shlex
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 import rollway
-from rollway.api import make_spec
-from rollway.cli import on_ray
-from rollway.cli.output import get_spec_file, print_json, print_result, print_rich, print_table
-from rollway.config import StackSpec
-from rollway.errors import NoWorkers, RollwayError, Unreachable, UsageError
+from rollway.api import make_spec, parse_launcher
+from rollway.cli.arguments import (
+    Parser,
+    add_flag,
+    add_name,
+    add_on,
+    add_quiet,
+    add_spec,
+    set_command,
+)
+from rollway.cli.output import (
+    get_spec_file,
+    print_json,
+    print_problems,
+    print_result,
+    print_rich,
+    print_table,
+)
+from rollway.errors import NoWorkers, Problem, RollwayError, Unreachable, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.private import is_plain_name
+from rollway.private_files import is_plain_name
+from rollway.spec import StackSpec
 from rollway.stack import local, logs
-from rollway.stack.doctor import Finding, Listener, examine, list_listeners
+from rollway.stack.doctor import ListeningSocket, examine, list_listeners
 from rollway.stack.local import RunningStack
 from rollway.stack.locks import Lease
 from rollway.stack.plan import plan_stack
 from rollway.stack.progress import StackProgress, make_process_table
 from rollway.stack.ray import launcher
+from rollway.stack.ray.cluster import find_address
+from rollway.stack.ray.parts import plan_processes
 from rollway.stack.state import (
     StackDir,
     StackState,
@@ -37,6 +52,32 @@ from rollway.stack.state import (
     list_stacks,
     list_unreadable_stacks,
 )
+
+
+def get_address(options: argparse.Namespace) -> str | None:
+    """Return the address of `--on ray=ADDRESS`, or the one that `--on ray` means."""
+    return parse_launcher(options.on)[1] or find_address() if options.on else None
+
+
+def may_be_on_ray(options: argparse.Namespace) -> bool:
+    """Return whether stacks of a Ray cluster are to be looked for."""
+    if options.on is not None:
+        return parse_launcher(options.on)[0] == "ray"
+    return launcher.may_reach_cluster()
+
+
+def is_on_ray(options: argparse.Namespace, name: str | None) -> bool:
+    """Return whether a command is about a stack on Ray and not about one of this machine."""
+    has_namespace = (name or "").find("/") > 0  # `/etc` names a stack nowhere
+    if options.on is not None or has_namespace:
+        return has_namespace or may_be_on_ray(options)
+    if getattr(options, "all", False) or not launcher.may_reach_cluster():
+        return False
+    names = local.list_names()  # also one that is still starting
+    return name not in names if name else not names
+
+
+# --- up and down ---------------------------------------------------------------------------------
 
 
 def up(options: argparse.Namespace) -> int:
@@ -48,12 +89,11 @@ def up(options: argparse.Namespace) -> int:
         overrides=options.set,
         **({"name": options.name} if options.name else {}),
     )
+    is_ray = spec.launcher == "ray"
     if options.dry_run:
-        return on_ray.dry_run(spec, options) if spec.launcher == "ray" else _dry_run(spec, options)
+        return _plan_on_ray(spec, options) if is_ray else _plan_here(spec, options)
     with StackProgress(quiet=options.quiet) as progress:
-        if spec.launcher == "ray":
-            return on_ray.up(spec, options, progress)
-        stack = local.start(spec, progress)
+        stack = launcher.start(spec, progress) if is_ray else local.start(spec, progress)
     if options.foreground:
         return _stay_in_foreground(stack, options)
     stack.detach()
@@ -61,16 +101,13 @@ def up(options: argparse.Namespace) -> int:
     return 0
 
 
-def _dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
+def _plan_here(spec: StackSpec, options: argparse.Namespace) -> int:
+    """Print the commands of a stack, and start nothing."""
     ports = Lease()
+    log_dir = spec.log_dir or StackDir(spec.name).logs
+    run_dir = Path("/tmp/rollway-dry-run")
     try:
-        plan = plan_stack(
-            spec,
-            run_id="0" * 16,
-            run_dir=Path("/tmp/rollway-dry-run"),
-            log_dir=spec.log_dir or StackDir(spec.name).logs,
-            ports=ports,
-        )
+        plan = plan_stack(spec, run_id="0" * 16, run_dir=run_dir, log_dir=log_dir, ports=ports)
     finally:
         ports.release()
     if options.json:
@@ -85,18 +122,36 @@ def _dry_run(spec: StackSpec, options: argparse.Namespace) -> int:
     return 0
 
 
-def _stay_in_foreground(stack: RunningStack, options: argparse.Namespace) -> int:
+def _plan_on_ray(spec: StackSpec, options: argparse.Namespace) -> int:
+    """Print where each process would run, and with which command; start nothing."""
+    rows = plan_processes(spec, *launcher.plan(spec))
+    columns = ("process", "replica", "rank", "address", "gpus", "argv")
+    table = ([_show_cell(row[column]) for column in columns] for row in rows)
+    header = ("process", "replica", "rank", "node", "GPUs", "command")
+    print_result(options, {"processes": rows}, lambda _: print_table(header, table))
+    return 0
+
+
+def _show_cell(value: object) -> str:
+    if isinstance(value, list):
+        return shlex.join(value)
+    return f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _stay_in_foreground(stack: RunningStack | launcher.RayStack, options: Any) -> int:
+    """Stay until Ctrl-C, or until the stack ends by itself, which is a failure."""
     print_ready(stack.state, options)
-    interrupted = False
+    code = 1
     try:
+        if isinstance(stack, launcher.RayStack):
+            raise asyncio.run(stack.access.wait_until_over())
         for _ in local.watch_state(stack.directory):
             pass
     except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        with StackProgress(quiet=options.quiet) as progress:
-            stack.stop(progress)
-    return 0 if interrupted else 1  # without Ctrl-C, the stack ended unexpectedly
+        code = 0
+    with StackProgress(quiet=options.quiet) as progress:
+        stack.stop(progress)
+    return code
 
 
 def print_ready(state: StackState, options: argparse.Namespace) -> None:
@@ -109,25 +164,49 @@ def print_ready(state: StackState, options: argparse.Namespace) -> None:
 
 
 def down(options: argparse.Namespace) -> int:
-    if on_ray.is_meant(options):
-        return on_ray.down(options)
-    names = local.list_names() if options.all else [local.resolve_name(options.name, dead_too=True)]
     began = time.monotonic()
-    with StackProgress(quiet=options.quiet) as progress:
-        local.stop_all(names, progress)
+    if is_on_ray(options, options.name):
+        names = _stop_on_ray(options)
+    else:
+        names = local.list_names()
+        if not options.all:
+            names = [local.resolve_name(options.name, dead_too=True)]
+        with StackProgress(quiet=options.quiet) as progress:
+            local.stop_all(names, progress)
     result = {"stopped": names, "seconds": round(time.monotonic() - began, 3)}
     text = "\n".join(f"stopped {name}" for name in names) or "no stack is running"
     print_result(options, result, lambda _: print(text))
     return 0
 
 
+def _stop_on_ray(options: argparse.Namespace) -> list[str]:
+    address = get_address(options)
+    if options.all:
+        names = [f"{s.ray_namespace}/{s.name}" for s in launcher.list_stacks(address)]
+    else:
+        names = [options.name or launcher.resolve_on_cluster(address)]
+    with StackProgress(quiet=options.quiet) as progress:
+        for name in names:
+            running = launcher.find(name, address)
+            if running is not None:
+                running.stop(progress)
+            elif not options.all:
+                launcher.clear_leftovers(address)
+                raise local.make_not_running_error(name)
+    launcher.clear_leftovers(address)
+    return names
+
+
+# --- status --------------------------------------------------------------------------------------
+
+
 def status(options: argparse.Namespace) -> int:
     if options.name is not None and "://" in options.name:
         return _show_remote_status(options)
     states, unreadable = list_stacks(), list_unreadable_stacks()
-    if on_ray.may_be_meant(options):
+    if may_be_on_ray(options):
         states = [state for state in states if not is_ray_part(state.name)]
-        states += launcher.list_stacks(on_ray.get_address(options))
+        states += launcher.list_stacks(get_address(options))
     if options.name is not None:
         states = [state for state in states if state.name == options.name]
         unreadable = {name: why for name, why in unreadable.items() if name == options.name}
@@ -238,13 +317,20 @@ def _print_status(state: StackState, report: dict[str, Any]) -> None:
 
 
 def show_logs(options: argparse.Namespace) -> int:
-    if on_ray.is_meant(options, (options.name or (options.names or [None])[0])):
-        return on_ray.show_logs(options)
-    name, process = _read_log_names(options)
-    directory = _find_log_directory(name)
+    if len(options.names) > 2:
+        raise UsageError(
+            f"`rollway logs {' '.join(options.names)}` has too many words.",
+            "Give a stack and a process.",
+        )
+    if is_on_ray(options, (options.names or [None])[0]):
+        return _show_ray_logs(options)
+    name, process = _read_log_names(options.names)
+    state = StackDir(name).read()
+    directory = Path(state.log_dir) if state else StackDir(name).logs
     path = directory / f"{process}.log" if is_plain_name(process or "") else None
     if path is None or not path.is_file():
-        return _list_logs(directory, process, options)
+        known = [path.stem for path in sorted(directory.glob("*.log"))]
+        return _list_logs(options, process, known, {"directory": str(directory)})
 
     def has_ended() -> bool:
         state = StackDir(name).read()
@@ -253,24 +339,39 @@ def show_logs(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"log": str(path), "lines": logs.tail(path, options.lines)})
     elif options.follow:
-        for line in logs.follow(path, lines=options.lines, ended=has_ended):
-            print(line, flush=True)
+        _print_lines(logs.follow(path, lines=options.lines, ended=has_ended))
     else:
-        print("\n".join(logs.tail(path, options.lines)))
+        _print_lines(logs.tail(path, options.lines))
     return 0
 
 
-def _read_log_names(options: argparse.Namespace) -> tuple[str, str | None]:
+def _show_ray_logs(options: argparse.Namespace) -> int:
+    address, (name, process) = get_address(options), [*options.names, None, None][:2]
+    running = launcher.find(name or launcher.resolve_on_cluster(address), address)
+    if running is None:
+        raise local.make_not_running_error(name)
+    known = [process.name for process in running.state.processes]
+    if process not in known:
+        return _list_logs(options, process, known, {})
+    if options.follow and not options.json:
+        _print_lines(launcher.follow_log(running, process, options.lines))
+        return 0
+    lines = running.access.read_log(process, options.lines)
+    print_result(options, {"lines": lines}, lambda _: _print_lines(lines))
+    return 0
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+def _read_log_names(names: list[str]) -> tuple[str, str | None]:
     """Return the stack and the process that were named."""
-    names = [*([options.name] if options.name else []), *options.names]
-    if len(names) > 2:
-        raise UsageError(
-            f"`rollway logs {' '.join(names)}` has too many words.", "Give a stack and a process."
-        )
     if len(names) == 2:
         return names[0], names[1]
     # A single name is a stack if there is one of that name, otherwise a process of the only stack.
-    if names and (options.name or names[0] in list_stack_names()):
+    if names and names[0] in list_stack_names():
         return names[0], None
     return _find_only_stack(), names[0] if names else None
 
@@ -285,25 +386,18 @@ def _find_only_stack() -> str:
         return "default"
 
 
-def _find_log_directory(name: str) -> Path:
-    state = StackDir(name).read()
-    return Path(state.log_dir) if state else StackDir(name).logs
-
-
-def _list_logs(directory: Path, process: str | None, options: argparse.Namespace) -> int:
-    names = [path.stem for path in sorted(directory.glob("*.log"))]
+def _list_logs(
+    options: argparse.Namespace, process: str | None, known: list[str], place: dict[str, str]
+) -> int:
     if process is not None:
-        known = f"There are: {', '.join(names)}." if names else "Nothing has run there yet."
-        raise UsageError(f"There is no log of `{process}` in {directory}.", known)
-    text = "\n".join(names) if names else f"no logs in {directory}"
-    print_result(options, {"directory": str(directory), "logs": names}, lambda _: print(text))
+        hint = f"There are: {', '.join(known)}." if known else "Nothing has run there yet."
+        raise UsageError(f"There is no log of `{process}`.", hint)
+    text = "\n".join(known) or "there are no logs"
+    print_result(options, {**place, "logs": known}, lambda _: print(text))
     return 0
 
 
 # --- doctor --------------------------------------------------------------------------------------
-
-
-_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -311,10 +405,7 @@ def doctor(options: argparse.Namespace) -> int:
         return _show_ports(options)
     if options.stack is not None:
         return _examine_stack(options)
-    findings = examine()
-    result = {"findings": [finding.as_json() for finding in findings]}
-    print_result(options, result, lambda _: _print_findings(findings))
-    return 1 if any(finding.level == "error" for finding in findings) else 0
+    return _report_findings(options, examine(), {}, "")
 
 
 def _examine_stack(options: argparse.Namespace) -> int:
@@ -325,29 +416,21 @@ def _examine_stack(options: argparse.Namespace) -> int:
     if "://" not in name:
         name = launcher.resolve_name(name or None)
     done = asyncio.run(examine_stack(name, options.rl_url))
-    result = {
-        "stack": done.stack,
-        "findings": [finding.as_json() for finding in done.findings],
-        "requests": done.requests,
-        "tokens": done.tokens,
-    }
-
-    def show(_: dict[str, Any]) -> None:
-        _print_findings(done.findings)
-        print(f"{done.stack} was sent {done.requests} requests, which took {done.tokens} tokens.")
-
-    print_result(options, result, show)
-    return 1 if any(finding.level == "error" for finding in done.findings) else 0
+    text = f"{done.stack} was sent {done.requests} requests, which took {done.tokens} tokens."
+    facts = {"stack": done.stack, "requests": done.requests, "tokens": done.tokens}
+    return _report_findings(options, done.findings, facts, text)
 
 
-def _print_findings(findings: list[Finding]) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for _ in range(4):
-        table.add_column(overflow="fold")
-    for finding in findings:
-        level = Text(finding.level, style=_STYLES[finding.level])
-        table.add_row(level, *map(Text, (finding.check, finding.found, finding.advice)))
-    print_rich(table)
+def _report_findings(
+    options: argparse.Namespace, findings: list[Problem], facts: dict[str, Any], text: str
+) -> int:
+    names = ("check", "level", "found", "advice")
+    if options.json:
+        print_json({**facts, "findings": [finding.as_json(*names) for finding in findings]})
+    else:
+        print_problems(findings)
+        print(text, end="\n" if text else "")
+    return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
 def _show_ports(options: argparse.Namespace) -> int:
@@ -363,28 +446,64 @@ def _show_ports(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_listeners(listeners: list[Listener]) -> None:
-    """Print one row for all listeners that differ only in their port or socket."""
+def _print_listeners(listeners: list[ListeningSocket]) -> None:
     if not listeners:  # a running stack has some
         print("no stack is running")
-        return
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for entry in listeners:
-        directory, slash, name = entry.address.rpartition("/")
-        host, place = (entry.address, str(entry.port)) if entry.port else (directory + slash, name)
-        key = (entry.stack, entry.process, f"{entry.protocol} {host}", entry.reach, entry.purpose)
-        rows.setdefault(key, []).append(place)
-    print_table(
-        ("stack", "process", "where", "reached by", "for"),
-        (
-            (stack, process, f"{host} {_join_places(places)}", reach, purpose)
-            for (stack, process, host, reach, purpose), places in rows.items()
-        ),
-    )
+    columns = ("stack", "process", "protocol", "address", "port", "reach", "purpose")
+    rows = ([str(getattr(entry, name) or "") for name in columns] for entry in listeners)
+    print_table(("stack", "process", "", "address", "port", "reached by", "for"), rows)
     for advice in dict.fromkeys(entry.advice for entry in listeners if entry.advice):
         ports = sorted(str(entry.port) for entry in listeners if entry.advice == advice)
         print(f"warning: the network can reach {', '.join(ports)}. {advice}")
 
 
-def _join_places(places: list[str]) -> str:
-    return ", ".join(places) if len(places) < 4 else f"{len(places)} of them"
+# --- arguments ---------------------------------------------------------------------------------
+
+
+def add_up(parser: Parser) -> None:
+    set_command(parser, up)
+    add_spec(parser, "a stack file (YAML), see docs/stack.md")
+    parser.add_argument("--model", help="serve this checkpoint, without a stack file")
+    parser.add_argument("--workers", type=int, help="replicas of the first model")
+    parser.add_argument("--name", help="name of the stack (default: default)")
+    add_on(parser, "where to run it: local (default), ray, or ray=HOST:PORT")
+    add_flag(parser, "--foreground", "stay, and stop it on Ctrl-C")
+    add_flag(parser, "--dry-run", "print the commands, start nothing")
+    add_quiet(parser)
+
+
+def add_status(parser: Parser) -> None:
+    set_command(parser, status)
+    add_name(parser, "one stack, or the address of any frontend; all stacks without it")
+    add_on(parser)
+
+
+def add_logs(parser: Parser) -> None:
+    set_command(parser, show_logs)
+    parser.usage = "rollway logs [-h] [-f] [-n LINES] [--json] [NAME] [PROCESS]"
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="[NAME] [PROCESS]",
+        help="a stack (optional when there is one) and a process (the list of logs without it)",
+    )
+    add_on(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="wait for new lines")
+    parser.add_argument("-n", "--lines", type=int, default=50, help="how many (default 50)")
+
+
+def add_down(parser: Parser) -> None:
+    set_command(parser, down)
+    add_name(parser, "a stack; optional when there is one")
+    add_on(parser)
+    add_flag(parser, "--all", "every stack of this user")
+    add_quiet(parser)
+
+
+def add_doctor(parser: Parser) -> None:
+    set_command(parser, doctor)
+    text = "check a stack that runs (NAME, or a frontend's address) with a few short requests"
+    parser.add_argument("--stack", nargs="?", const="", metavar="NAME", help=text)
+    parser.add_argument("--rl-url", help="with --stack: the RL worker listing, if it is elsewhere")
+    text = "list where running stacks (or one) listen, and who can reach them"
+    parser.add_argument("--ports", nargs="?", const="", metavar="NAME", help=text)

@@ -63,16 +63,11 @@ class RolloutBatch:
     engine_logprobs: Sequence[Sequence[float]] | None = None
 
     def __post_init__(self) -> None:
-        size = len(self.completion_ids)
-        columns = [self.prompt_ids, self.advantages]
-        if self.engine_logprobs is not None:
-            columns.append(self.engine_logprobs)
-        if size == 0 or any(len(column) != size for column in columns):
+        logprobs = self.completion_ids if self.engine_logprobs is None else self.engine_logprobs
+        if {len(self.prompt_ids), len(self.advantages)} != {len(self.completion_ids)}:
             raise ValueError("a batch needs one entry per completion in every list")
-        if self.engine_logprobs is not None:
-            for ids, logprobs in zip(self.completion_ids, self.engine_logprobs, strict=True):
-                if len(ids) != len(logprobs):
-                    raise ValueError(f"{len(ids)} sampled tokens, {len(logprobs)} log-probs")
+        if [len(row) for row in logprobs] != [len(ids) for ids in self.completion_ids]:
+            raise ValueError("a batch needs one log-prob per sampled token")
 
 
 @dataclass(frozen=True)

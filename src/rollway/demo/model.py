@@ -12,12 +12,9 @@ nearly all digits are wrong.)
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import tempfile
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -25,16 +22,11 @@ from tokenizers.models import BPE
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rollway.demo.task import CountingTask, Prompt
-from rollway.stack.preset import cache_dir
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # Raise this whenever the builder, the warm-up or the task's prompt changes: a checkpoint with
 # another format is built again.
 FORMAT = 1
 MARKER = "rollway-demo.json"
-DEMO_PATH = "demo"
 
 EOS_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|pad|>"
@@ -49,7 +41,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-BARE_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 MAX_POSITIONS = 2048
 # Ten prompts a step, one for each start digit. Their answers are longer than the task's: the
@@ -70,38 +61,22 @@ def build_base(directory: Path, *, seed: int = 0) -> Path:
     The checkpoint is built next to it and renamed into place, so that an interrupted build never
     leaves an incomplete checkpoint.
     """
-    directory = Path(directory)
     if _is_complete(directory, seed):
         return directory
-    _refuse_foreign(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{directory.name}.build-"
-    _clear_dead_builds(directory.parent, prefix)
-    workspace = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=directory.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as path:
+        workspace = Path(path)
         _write_checkpoint(workspace / "fresh", seed)
-        _move_into_place(workspace, directory, seed)
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)
+        try:
+            if (directory / MARKER).is_file() and not _is_complete(directory, seed):
+                # It is outdated. Rename it first, so that no reader sees it half removed.
+                directory.rename(workspace / "outdated")
+            (workspace / "fresh").rename(directory)
+        except OSError:
+            # Another process may have finished the same build first; use its result.
+            if not _is_complete(directory, seed):
+                raise
     return directory
-
-
-def copy_bare(base: Path, directory: Path) -> Path:
-    """Copy the checkpoint with a chat template that adds nothing, for trainers that apply one.
-
-    The base policy has learnt to answer questions without the marks of a chat."""
-    shutil.copytree(base, directory)
-    (directory / "chat_template.jinja").write_text(BARE_TEMPLATE)
-    _set_tokenizer_field(directory, "chat_template", BARE_TEMPLATE)
-    return directory
-
-
-def _clear_dead_builds(parent: Path, prefix: str) -> None:
-    """Remove the leftovers of killed builds, but not of running ones."""
-    for path in parent.glob(f"{prefix}*"):
-        pid = path.name.removeprefix(prefix).partition("-")[0]
-        if not Path("/proc", pid).exists():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -180,12 +155,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
     # transformers 5 writes a class name that engines with transformers 4 do not know. Both know
     # this one.
-    _set_tokenizer_field(directory, "tokenizer_class", "PreTrainedTokenizerFast")
-
-
-def _set_tokenizer_field(directory: Path, name: str, value: str) -> None:
     path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {name: value}
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -193,7 +164,10 @@ def _warm_up(model: Qwen3ForCausalLM, task: CountingTask, rng: Random) -> None:
     """Train on prompts with partly wrong answers; only the answers count in the loss."""
     optimizer = torch.optim.Adam(model.parameters(), lr=WARMUP_LR)
     model.train()
-    for prompt_length, rows in _warm_up_batches(task, rng):
+    for _ in range(WARMUP_STEPS):
+        prompts = task.prompts(WARMUP_BATCH, rng)
+        prompt_length = len(prompts[0].token_ids)
+        rows = torch.tensor([p.token_ids + _make_flawed_answer(task, p, rng) for p in prompts])
         logits = model(input_ids=rows[:, :-1]).logits[:, prompt_length - 1 :]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), rows[:, prompt_length:].flatten()
@@ -202,13 +176,6 @@ def _warm_up(model: Qwen3ForCausalLM, task: CountingTask, rng: Random) -> None:
         loss.backward()
         optimizer.step()
     model.eval()
-
-
-def _warm_up_batches(task: CountingTask, rng: Random) -> Iterator[tuple[int, torch.Tensor]]:
-    for _ in range(WARMUP_STEPS):
-        prompts = task.prompts(WARMUP_BATCH, rng)
-        rows = [prompt.token_ids + _make_flawed_answer(task, prompt, rng) for prompt in prompts]
-        yield len(prompts[0].token_ids), torch.tensor(rows)
 
 
 def _make_flawed_answer(task: CountingTask, prompt: Prompt, rng: Random) -> list[int]:
@@ -220,37 +187,5 @@ def _make_flawed_answer(task: CountingTask, prompt: Prompt, rng: Random) -> list
 
 
 def _is_complete(directory: Path, seed: int) -> bool:
-    try:
-        marker = json.loads((directory / MARKER).read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    return bool(marker == {"format": FORMAT, "seed": seed})
-
-
-def _refuse_foreign(directory: Path) -> None:
-    """Raise if the directory holds anything but a demo checkpoint: it must not be replaced."""
-    if not directory.exists() or (directory / MARKER).is_file():
-        return
-    if not directory.is_dir() or any(directory.iterdir()):
-        raise FileExistsError(f"{directory} exists and is not a demo checkpoint")
-
-
-def _move_into_place(workspace: Path, directory: Path, seed: int) -> None:
-    try:
-        if (directory / MARKER).is_file() and not _is_complete(directory, seed):
-            # It is outdated, and is removed with the workspace. Rename it first, so that no reader
-            # sees it half removed.
-            directory.rename(workspace / "outdated")
-        (workspace / "fresh").rename(directory)
-    except OSError:
-        # Another process may have finished the same build first; use its result.
-        if not _is_complete(directory, seed):
-            raise
-
-
-def demo_path(stack: Path | None) -> list[str]:
-    """Return the override that replaces `path: demo` in a stack file by the demo's checkpoint, and
-    build that if necessary. It is for commands that need any small model."""
-    if stack is not None and f"path: {DEMO_PATH}\n" not in stack.read_text():
-        return []
-    return [f"models.0.path={build_base(cache_dir() / 'demo')}"]
+    marker = directory / MARKER
+    return marker.is_file() and json.loads(marker.read_text()) == {"format": FORMAT, "seed": seed}

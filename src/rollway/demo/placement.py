@@ -10,8 +10,7 @@ device and refuses to start if that much is not free, so shares are computed fro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -58,15 +57,11 @@ def choose_shared_gpu(gpus: Sequence[str], workers: int) -> dict[str, str]:
     return {} if len(gpus) >= workers else {"CUDA_VISIBLE_DEVICES": gpus[0]}
 
 
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
+class GpuMemory(NamedTuple):
     """The memory of one GPU, in bytes."""
 
     free: int
     total: int
-
-    def __str__(self) -> str:
-        return f"{self.free / GIB:.1f} of {self.total / GIB:.1f} GiB"
 
 
 def read_gpu_memory() -> GpuMemory:
@@ -85,8 +80,8 @@ def compute_share(memory: GpuMemory, workers: int) -> float:
     if each < SMALLEST_WORKER_BYTES:
         needed = TRAINER_BYTES + workers * SMALLEST_WORKER_BYTES
         raise UsageError(
-            f"The GPU has {memory} free; the trainer and {workers} worker(s) on it need "
-            f"{needed / GIB:.0f} GiB.",
+            f"The GPU has {memory.free / GIB:.1f} of {memory.total / GIB:.1f} GiB free; trainer "
+            f"and {workers} worker(s) on it need {needed / GIB:.0f} GiB.",
             "End other programs on the GPU, or lower --workers.",
         )
     # Round down: the shares of all workers together must not exceed what is free.

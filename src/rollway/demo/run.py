@@ -15,9 +15,11 @@ workers do not, and the reward of what they sample stays where it was.
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,7 +43,7 @@ from rollway.demo.placement import (
     place_beside_trainer,
     read_gpu_memory,
 )
-from rollway.demo.report import DemoDisplay, save_plot, write_json
+from rollway.demo.report import HEADER, format_step, save_plot, summarize
 from rollway.demo.task import CountingTask
 from rollway.errors import RolloutError, RollwayError, UsageError
 from rollway.fleet.report import RefitReport
@@ -52,12 +54,11 @@ from rollway.rollout.sampling import Sampling
 from rollway.stack import preset
 from rollway.stack.doctor import list_installed_versions
 from rollway.stack.preset import cache_dir
-from rollway.versions import BASE_VERSION
+from rollway.stack.progress import StackProgress
 from rollway.weights.checkpoint import publish_checkpoint
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher
 
-KEEP_CHECKPOINTS = 2
 DemoTransport = Literal["checkpoint", "cuda_ipc"]
 
 
@@ -108,12 +109,13 @@ class _Run:
     options: DemoOptions
     config: GrpoConfig
     directory: Path
-    base: Path
     task: CountingTask
     trainer: GrpoTrainer
     device: Device
     model: dict[str, Any]
     """The model's part of the stack's spec."""
+    transport: DemoTransport | None
+    """How weights reach the workers; None if they never do."""
     rng: random.Random
     publisher: Publisher | None = None
     """Publishes the trainer's own memory; None: versions are saved as checkpoints."""
@@ -124,28 +126,36 @@ def run_demo(options: DemoOptions) -> None:
     """Train, print the table and the result, write report.json, report.html and reward.png."""
     started = time.monotonic()
     run = _prepare(options)
-    display = DemoDisplay(quiet=options.quiet)
-    display.note(f"base checkpoint {run.base}; trainer and workers on {_name_device(run.device)}")
+
+    def note(text: str) -> None:
+        if not options.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    where = torch.cuda.get_device_name(0) if run.device == "cuda" else "the CPU"
+    note(f"base checkpoint {run.model['path']}; trainer and workers on {where}")
+    fields = {"log_dir": str(run.directory / "logs"), "models": [run.model]}
     with ExitStack() as cleanup:
         began = time.monotonic()
-        with display.show_start() as progress:
-            stack = cleanup.enter_context(up(_make_stack_fields(run), progress=progress))
+        with StackProgress(quiet=options.quiet) as progress:
+            stack = cleanup.enter_context(up({"name": options.name, **fields}, progress=progress))
         stack_seconds = time.monotonic() - began
-        if _choose_transport(options, run.device) == "cuda_ipc":
+        if run.transport == "cuda_ipc":
             run.publisher = cleanup.enter_context(stack.publisher("cuda_ipc", in_place=True))
-        with display.table():
-            for number in range(run.config.steps):
-                with rollway.observe.step(number + 1) as parts:
-                    step = _run_step(run, stack, stack.rollouts(), number, parts)
-                run.steps.append(step)
-                display.row(step)
+        note(HEADER)
+        for number in range(run.config.steps):
+            with rollway.observe.step(number + 1) as parts:
+                run.steps.append(_run_step(run, stack, number, parts))
+            note(format_step(run.steps[-1]))
         served = {} if options.engine == "mocker" else stack.fleet.read_versions()
         record = stack.record_dir
     versions = {str(instance): version for instance, version in served.items()}
     report = _make_report(run, stack_seconds, time.monotonic() - started, versions)
-    display.summary(report, run.directory)  # first: a full disk must not lose the result
+    # First: a full disk must not lose the result.
+    if options.quiet:
+        print(json.dumps(report), flush=True)
+    note(summarize(report))
     with _name_unwritten(run.directory / "report.json") as path:
-        write_json(path, report)
+        path.write_text(json.dumps(report, indent=2) + "\n")
     with _name_unwritten(run.directory / "reward.png") as path:
         save_plot(path, report)
     if record is not None and record.is_dir():
@@ -182,15 +192,17 @@ def _prepare(options: DemoOptions) -> _Run:
     torch.set_num_threads(1)
     with _name_unwritten(cache_dir() / "demo") as base:
         build_base(base)
+    is_refitted = options.refit and options.engine != "mocker"
+    default: DemoTransport = "cuda_ipc" if device == "cuda" else "checkpoint"
     return _Run(
         options=options,
         config=config,
         directory=directory.resolve(),
-        base=base,
         task=CountingTask(AutoTokenizer.from_pretrained(base)),
         trainer=GrpoTrainer.from_checkpoint(base, config, device),
         device=device,
         model={"path": str(base), **model},
+        transport=(options.transport or default) if is_refitted else None,
         rng=random.Random(options.seed),
     )
 
@@ -224,46 +236,35 @@ def place_model(options: DemoOptions, config: GrpoConfig) -> tuple[Device, dict[
     return device, model
 
 
-def _choose_transport(options: DemoOptions, device: Device) -> DemoTransport | None:
-    """Return how weights reach the workers; None if they never do."""
-    if not options.refit or options.engine == "mocker":
-        return None
-    return options.transport or ("cuda_ipc" if device == "cuda" else "checkpoint")
-
-
-def _name_device(device: Device) -> str:
-    return torch.cuda.get_device_name(0) if device == "cuda" else "the CPU"
-
-
-def _make_stack_fields(run: _Run) -> dict[str, Any]:
-    log_dir = str(run.directory / "logs")
-    return {"name": run.options.name, "log_dir": log_dir, "models": [run.model]}
-
-
 def _run_step(
-    run: _Run,
-    stack: rollway.Stack,
-    rollouts: rollway.Rollouts,
-    number: int,
-    parts: rollway.observe.Step,
+    run: _Run, stack: rollway.Stack, number: int, parts: rollway.observe.Step
 ) -> DemoStep:
     prompts = run.task.prompts(run.config.groups_per_step, run.rng)
+    per_step = run.config.groups_per_step * run.config.group_size
+    sampling = Sampling(
+        max_tokens=run.task.max_tokens,
+        temperature=run.config.temperature,
+        ignore_eos=True,
+        seed=(run.options.seed * 100_003 + number) * per_step,
+        logprobs=run.options.engine == "vllm",
+    )
     began = time.monotonic()
     with parts.part("generate"):
-        groups = rollouts.generate_batch(
-            [prompt.token_ids for prompt in prompts],
-            _make_sampling(run, number),
-            run.config.group_size,
+        groups = stack.rollouts().generate_batch(
+            [prompt.token_ids for prompt in prompts], sampling, run.config.group_size
         )
     rollout_seconds = time.monotonic() - began
-    version = _check_one_version(groups)
+    flat = [rollout for group in groups for rollout in group]
+    versions = {rollout.weight_version for rollout in flat}
+    if len(versions) != 1:
+        raise RolloutError(f"One step was sampled from several weight versions: {versions}.")
+    version = versions.pop()
     with parts.part("train"):
         rewards = [
             [run.task.reward(prompt, rollout.token_ids) for rollout in group]
             for prompt, group in zip(prompts, groups, strict=True)
         ]
-        stats = _train(run, groups, rewards)
-    flat = [rollout for group in groups for rollout in group]
+        stats = _train(run, flat, rewards)
     tokens = sum(len(rollout.token_ids) for rollout in flat)
     if stats is not None and stats.mismatch_kl is not None:
         rollway.observe.note_mismatch(version, stats.mismatch_kl, tokens=tokens)
@@ -287,28 +288,9 @@ def _run_step(
     )
 
 
-def _make_sampling(run: _Run, number: int) -> Sampling:
-    per_step = run.config.groups_per_step * run.config.group_size
-    return Sampling(
-        max_tokens=run.task.max_tokens,
-        temperature=run.config.temperature,
-        ignore_eos=True,
-        seed=(run.options.seed * 100_003 + number) * per_step,
-        logprobs=run.options.engine == "vllm",
-    )
-
-
-def _check_one_version(groups: list[list[Rollout]]) -> int | None:
-    versions = {rollout.weight_version for group in groups for rollout in group}
-    if len(versions) != 1:
-        raise RolloutError(f"One step was sampled from several weight versions: {versions}.")
-    return versions.pop()
-
-
-def _train(run: _Run, groups: list[list[Rollout]], rewards: list[list[float]]) -> StepStats | None:
+def _train(run: _Run, flat: list[Rollout], rewards: list[list[float]]) -> StepStats | None:
     if run.options.engine == "mocker":
         return None  # its tokens are random: it tests the transport, not learning
-    flat = [rollout for group in groups for rollout in group]
     batch = RolloutBatch(
         prompt_ids=[rollout.prompt_ids for rollout in flat],
         completion_ids=[rollout.token_ids for rollout in flat],
@@ -322,16 +304,16 @@ def _refit(
     run: _Run, stack: rollway.Stack, number: int
 ) -> tuple[float | None, RefitReport | None, str | None]:
     """Refit all workers to the trainer's new weights; return the seconds, the report, and how."""
-    if _choose_transport(run.options, run.device) is None:
+    if run.transport is None:
         return None, None, None
     began = time.monotonic()
-    version = BASE_VERSION + number + 1
+    version = number + 1  # the base is version 0
     weights = _publish(run, stack, version)
     report = stack.refit(version, weights)
     seconds = time.monotonic() - began
     if isinstance(weights, Path):
-        old = weights.with_name(f"v{version - KEEP_CHECKPOINTS}")
-        shutil.rmtree(old, ignore_errors=True)
+        # The one before this is kept: a worker that starts again may still load it.
+        shutil.rmtree(weights.with_name(f"v{version - 2}"), ignore_errors=True)
     return seconds, report, describe_weights(weights)
 
 

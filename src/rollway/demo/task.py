@@ -53,7 +53,7 @@ class CountingTask:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int = 12) -> None:
         self.max_tokens = max_tokens
-        self.digit_ids = [_single_token(tokenizer, str(digit)) for digit in range(10)]
+        self.digit_ids = tokenizer.encode("0123456789", add_special_tokens=False)
         self._prompts = [self._build_prompt(tokenizer, start) for start in range(10)]
 
     def prompts(self, n: int, rng: Random) -> list[Prompt]:
@@ -86,18 +86,7 @@ class CountingTask:
         text = f"{INSTRUCTION}{start}"
         return Prompt(
             text=text,
-            token_ids=_encode(tokenizer, text),
+            token_ids=tokenizer.encode(text, add_special_tokens=False),
             start=start,
             answer_ids=[self.digit_ids[(start + 1 + i) % 10] for i in range(self.max_tokens)],
         )
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    ids = _encode(tokenizer, text)
-    if len(ids) != 1:
-        raise ValueError(f"the task needs one token for {text!r}, this tokenizer has {len(ids)}")
-    return ids[0]

@@ -42,7 +42,7 @@ _ENGINE = "vllm.v1.engine.core"
 _SALT = re.compile(r"(?:dynamo-cache-salt:)?v(\d+)(?::|$)")
 _LABEL_FIELD = "_rollway_label"
 _OF_A_STACK = ("ROLLWAY_SECRET_FILE", "ROLLWAY_WEIGHTS_SECRET")
-"""The variables of `rollway/orders.py`; a process without both is none of a stack."""
+"""The variables of `rollway/signed_calls.py`; a process without both is none of a stack."""
 
 
 def read_version(salt: str | None) -> int | None:

@@ -3,7 +3,7 @@
 Dynamo 1.6.1 serves its admin routes on a TCP port without credentials, and cannot serve them on a
 Unix socket. But Python code registers all of them with one method. The guard wraps that method
 before the worker's own module runs, so no route is ever open, and no proxy is needed.
-`rollway/orders.py` draws the exchange.
+`rollway/signed_calls.py` draws the exchange.
 
 It also adds orders of its own: those of a refit (`rollway/engine/refit_orders.py`), and sleep and
 wake (`rollway/engine/sleep_orders.py`). And a worker that starts after a refit stays out of routing
@@ -50,7 +50,7 @@ def _load(name: str, path: Path) -> Any:
     return module
 
 
-orders = _load("rollway_orders", Path(__file__).resolve().parents[1] / "orders.py")
+orders = _load("rollway_orders", Path(__file__).resolve().parents[1] / "signed_calls.py")
 sleep_orders = _load("rollway_sleep_orders", Path(__file__).resolve().with_name("sleep_orders.py"))
 refit_orders = _load("rollway_refit_orders", Path(__file__).resolve().with_name("refit_orders.py"))
 

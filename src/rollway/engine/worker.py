@@ -37,7 +37,7 @@ from rollway.engine.prime_rl_broadcast import BROADCAST, PrimeRlBroadcastReader,
 from rollway.engine.shadow import ParameterArena, explain_no_swap, wait_until_packed
 from rollway.engine.sleep_mode import describe_memory, prepare_sleep, refuse_sleeping
 from rollway.engine.staging import Staging
-from rollway.orders import OrderRefused, Verifier, keep_secret, read_stack_secret
+from rollway.signed_calls import OrderRefused, Verifier, keep_secret, read_stack_secret
 from rollway.weights.checkpoint import (
     TensorHeader,
     check_checkpoint,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollway.config import AdminTimeouts
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
     RENDEZVOUS_SECONDS,
@@ -33,7 +32,7 @@ from rollway.fleet.admin import (
 )
 from rollway.fleet.discovery import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry
-from rollway.orders import (
+from rollway.signed_calls import (
     CANCEL,
     DOOR,
     MEMORY,
@@ -48,6 +47,7 @@ from rollway.orders import (
     WAKE,
     sign,
 )
+from rollway.spec import AdminTimeouts
 
 # Dynamo serves these routes, but does not list them.
 _UNADVERTISED = {

@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from pathlib import Path
 from typing import Any, get_args
 
-from rollway.config import AdminTimeouts
 from rollway.errors import RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
 from rollway.fleet.admin import AdminAPI, PauseMode, call_living
@@ -34,7 +33,8 @@ from rollway.fleet.updates import Recipes, Update, Weights
 from rollway.fleet.worker_refit import Observer, RefitPlan, Replace
 from rollway.http import Http
 from rollway.observe.traces import Tracer
-from rollway.orders import read_stack_secret
+from rollway.signed_calls import read_stack_secret
+from rollway.spec import AdminTimeouts
 from rollway.versions import FleetVersions, Ticket, VersionRecord
 from rollway.weights.checkpoint import check_checkpoint
 from rollway.weights.offer import Offer

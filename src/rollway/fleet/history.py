@@ -15,8 +15,7 @@ from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitReport
 from rollway.fleet.updates import FromDisk, Offered, Update
 from rollway.observe import steps
-from rollway.observe.clock import follow_clock
-from rollway.observe.page import serve_if_asked
+from rollway.observe.metrics_endpoint import serve_if_asked
 from rollway.observe.record import Recorder
 from rollway.observe.tally import RolloutTally
 from rollway.versions import FleetVersions
@@ -28,9 +27,8 @@ _STEPS = {"update": "load"}
 class DriverHistory:
     """The record of one process that uses a stack. Its file appears with its first entry."""
 
-    def __init__(self, directory: Path, stack: str, run: str, frontend_url: str = "") -> None:
+    def __init__(self, directory: Path, stack: str, run: str) -> None:
         self.recorder = Recorder(directory, "driver", stack=stack, run=run)
-        self._clock = follow_clock(self.recorder, frontend_url) if frontend_url else None
         self.tally = RolloutTally(self.recorder)
         self._workers: dict[str, list[dict[str, Any]]] = {}
         """The workers of each model as they were recorded last."""
@@ -39,8 +37,6 @@ class DriverHistory:
 
     def close(self) -> None:
         steps.unregister(self.recorder)
-        if self._clock is not None:
-            self._clock.close()
         self.tally.flush()
         self.recorder.close()
 

@@ -28,7 +28,7 @@ from rollway.fleet.admin import (
     start_and_wait,
 )
 from rollway.fleet.discovery import Worker
-from rollway.orders import sign
+from rollway.signed_calls import sign
 from rollway.versions import VersionRecord
 from rollway.weights.checkpoint import (
     Checkpoint,

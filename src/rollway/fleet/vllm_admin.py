@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from rollway.config import AdminTimeouts
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
     RENDEZVOUS_SECONDS,
@@ -30,6 +29,7 @@ from rollway.fleet.admin import (
 )
 from rollway.fleet.discovery import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry, read_error_message
+from rollway.spec import AdminTimeouts
 
 _UNDECLARED = "default"  # vLLM's label until one is declared
 # vLLM drops the connection after a 500. The next call on it would fail without having reached the

@@ -1,4 +1,4 @@
-"""Run `rollway gateway`: open the stack and the journal, listen, and serve until a signal."""
+"""Run `rollway gateway`: open the stack and the store, listen, and serve until a signal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import signal
 import ssl
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -18,17 +19,18 @@ from typing import Any
 import rollway
 from rollway.aio import Stack
 from rollway.errors import UsageError
-from rollway.gateway.access import Access
 from rollway.gateway.connections import Listener, raise_file_limit
-from rollway.gateway.history import record_counts
-from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway
+from rollway.gateway.store import Store
 from rollway.gateway.template import Template
+from rollway.gateway.tokens import Access
 from rollway.gateway.upstream import CHAT, Upstream
+from rollway.observe.record import Recorder
 from rollway.rollout.wire import COMPLETIONS
 from rollway.stack.ray import launcher
 from rollway.stack.state import make_home
 
+_COUNT_SECONDS = 2.0
 _UNBOUNDED = 1_000_000  # the number of connections bounds it
 
 
@@ -49,52 +51,82 @@ class GatewayOptions:
     json: bool = False
 
 
-async def serve(
-    options: GatewayOptions,
-    access: Access,
-    tls: ssl.SSLContext | None = None,
-    recorder_type: type[Recorder] = Recorder,
-) -> None:
+async def serve(options: GatewayOptions, access: Access, tls: ssl.SSLContext | None = None) -> None:
     """Serve until a signal arrives."""
-    async with open_gateway(options, access, recorder_type) as (_, gateway):
-        place = Place(gateway, options.host, options.port)
+    async with open_gateway(options, access) as (_, gateway):
+        place = ListeningGateway(gateway, options.host, options.port)
         await serve_until_signal(place, tls=tls, as_json=options.json)
 
 
 @asynccontextmanager
 async def open_gateway(
-    options: GatewayOptions, access: Access, recorder_type: type[Recorder] = Recorder
+    options: GatewayOptions, access: Access
 ) -> AsyncIterator[tuple[Stack, Gateway]]:
-    """Open the stack and the journal; yield the gateway, which does not listen yet."""
+    """Open the stack and the store; yield the gateway, which does not listen yet."""
     if warning := raise_file_limit():
         print(warning, file=sys.stderr)
     target = launcher.resolve_name(options.stack)
     async with rollway.attach(target, rl_url=options.rl_url) as stack:
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
         tokenizer = options.tokenizer or find_model_path(stack, model)
-        journal = options.journal or make_home() / "gateway" / f"{stack.name or 'attached'}.jsonl"
-        recorder = recorder_type(journal, sync=options.journal_sync)
+        path = options.journal or make_home() / "gateway" / f"{stack.name or 'attached'}.sqlite"
+        store = Store(path, sync=options.journal_sync)
         try:
             gateway = await create_gateway(
                 stack,
                 Template(tokenizer),
-                recorder,
+                store,
                 model,
                 access=access,
                 bundle=options.bundle,
                 routed_experts=options.routed_experts,
             )
             tune_collector()
-            async with record_counts(recorder, stack.run_recorder):
+            async with record_counts(store, stack.run_recorder):
                 yield stack, gateway
         finally:
-            recorder.close()
+            store.close()
+
+
+@asynccontextmanager
+async def record_counts(
+    store: Store, run: Recorder | None, seconds: float = _COUNT_SECONDS
+) -> AsyncIterator[None]:
+    """Add the counts of sessions, turns and forks to the record of the stack: every few seconds and
+    at the end of the block, if they have changed."""
+    if run is None:
+        yield
+        return
+    written = (-1, 0)
+    forks: Counter[str] = Counter()
+
+    def write() -> None:
+        nonlocal written, forks
+        counts = len(store.sessions), store.turns
+        if counts != written:
+            run.write("gateway", sessions=counts[0], turns=counts[1])
+        current = Counter(dict(store.forks))
+        for reason, count in (current - forks).items():
+            run.write("forks", reason=reason, count=count)
+        written, forks = counts, current
+
+    async def repeat() -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            write()
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        write()
 
 
 async def create_gateway(
     stack: Stack,
     template: Template,
-    recorder: Recorder,
+    store: Store,
     model: str | None = None,
     *,
     kind: type[Gateway] = Gateway,
@@ -110,7 +142,7 @@ async def create_gateway(
     )
     length = await stack.context_length(chat.model)
     length = min(length, most_tokens or length)
-    return kind(chat.model, template, recorder, chat, text, length, **options)
+    return kind(chat.model, template, store, chat, text, length, **options)
 
 
 def tune_collector() -> None:
@@ -150,7 +182,7 @@ def make_tls_context(certificate: str | None, key: str | None) -> ssl.SSLContext
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ListeningGateway:
     """A gateway, and where it listens."""
 
     gateway: Gateway
@@ -163,8 +195,8 @@ class Place:
 
 
 async def serve_until_signal(
-    place: Place,
-    admin: Place | None = None,
+    place: ListeningGateway,
+    admin: ListeningGateway | None = None,
     *,
     tls: ssl.SSLContext | None = None,
     as_json: bool = False,

@@ -68,17 +68,10 @@ class Connections:
         self._header_seconds = header_seconds
         self._body_seconds = body_seconds
         self._idle_seconds = idle_seconds
-        self._server: web.Server | None = None
         self._waiting: dict[Any, _Wait] = {}
         """Connections that wait for their client, the longest wait first."""
         self._busy: set[Any] = set()
         """Connections whose request is being answered."""
-        self._handshakes: dict[Any, float] = {}
-        """Connections in their TLS handshake, which the server does not know yet, with their
-        start."""
-        self._handshake_seconds = 0.0
-        self._open = 0
-        """An upper bound: the connections at the last update, plus those accepted since."""
 
     async def listen(
         self, app: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
@@ -98,11 +91,21 @@ class Connections:
             lingering_time=2.0,
         )
         await runner.setup()
-        assert runner.server is not None
-        self.attach(runner.server, handshake_seconds=_HANDSHAKE_SECONDS if tls else 0.0)
+        make_connection = runner.server
+        assert make_connection is not None
+
+        def accept() -> asyncio.BaseProtocol:
+            connection = make_connection()
+            self._wait(connection, self._header_seconds, is_open=False)
+            if len(self._waiting) + len(self._busy) > self.limit:
+                # An eighth of the limit at once, so that this runs rarely.
+                for waiting in list(self._waiting)[: 1 + self.limit // 8]:
+                    self._close(waiting)
+            return connection
+
         try:
             server = await asyncio.get_running_loop().create_server(
-                self.accept,
+                accept,
                 host,
                 port,
                 ssl=tls,
@@ -118,7 +121,7 @@ class Connections:
                 f"Nothing can listen on port {port} of {host}: {error.strerror or error}.",
                 "Choose another port with --port, 0 for a free one, or an address with --host.",
             ) from error
-        return Listener(runner, server, asyncio.create_task(self.watch()))
+        return Listener(runner, server, asyncio.create_task(self._watch()))
 
     @web.middleware
     async def follow(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -129,82 +132,32 @@ class Connections:
         finally:
             self.mark_idle(request.protocol)
 
-    def attach(self, server: web.Server, *, handshake_seconds: float = 0.0) -> None:
-        """Start watching a server's connections; with TLS, also those in their handshake."""
-        self._server = server
-        self._handshake_seconds = handshake_seconds
-
-    def accept(self) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection, for `loop.create_server`."""
-        assert self._server is not None
-        self._open += 1
-        if self._open > self.limit:
-            self._make_room()
-        connection = self._server()
-        if self._handshake_seconds:
-            self._handshakes[connection] = time.monotonic()
-        return connection
-
     def mark_receiving(self, connection: Any) -> None:
         """Record that the headers of a request have arrived, but not yet its body."""
         self._wait(connection, self._body_seconds)
 
     def mark_answering(self, connection: Any) -> None:
         """Record that a request is complete: from now on the client waits, not the gateway."""
-        if self._server is not None:
-            self._waiting.pop(connection, None)
-            self._busy.add(connection)
+        self._waiting.pop(connection, None)
+        self._busy.add(connection)
 
     def mark_idle(self, connection: Any) -> None:
         """Record that a request is answered, and that the connection waits for the next one."""
         self._busy.discard(connection)
         self._wait(connection, self._idle_seconds)
 
-    async def watch(self) -> None:
+    async def _watch(self) -> None:
         """Close connections that have waited too long, until this task is cancelled."""
         while True:
             await asyncio.sleep(min(1.0, self._header_seconds / 4))
-            self._update()
             now = time.monotonic()
             for connection, wait in list(self._waiting.items()):
                 if wait.is_over(connection, now):
                     self._close(connection)
 
-    def _wait(self, connection: Any, seconds: float) -> None:
-        if self._server is not None and connection is not None:
-            self._waiting.pop(connection, None)
-            self._waiting[connection] = _Wait(time.monotonic(), seconds)
-
-    def _update(self) -> None:
-        """Add new connections, and remove those that are gone."""
-        assert self._server is not None
-        # A connection that is being closed stays listed for a moment, without a transport.
-        current = [c for c in self._server.connections if c.transport is not None]
-        known = set(current)
-        oldest = time.monotonic() - self._handshake_seconds
-        self._handshakes = {
-            connection: since
-            for connection, since in self._handshakes.items()
-            if connection not in known and since > oldest
-        }
-        self._open = len(current) + len(self._handshakes)
-        self._busy &= known
-        for connection in [c for c in self._waiting if c not in known]:
-            del self._waiting[connection]
-        for connection in current:
-            if connection not in self._waiting and connection not in self._busy:
-                self._wait(connection, self._header_seconds)
-
-    def _make_room(self) -> None:
-        """Close waiting connections: an eighth of the limit at once, so that this runs rarely."""
-        self._update()
-        excess = self._open + 1 - self.limit
-        if excess <= 0:
-            return
-        for connection in list(self._waiting)[: excess + self.limit // 8]:
-            self._close(connection)
-            self._open -= 1
-        self._open += 1  # the new connection, which `_update` does not see yet
+    def _wait(self, connection: Any, seconds: float, *, is_open: bool = True) -> None:
+        self._waiting.pop(connection, None)
+        self._waiting[connection] = _Wait(time.monotonic(), seconds, is_open)
 
     def _close(self, connection: Any) -> None:
         self._waiting.pop(connection, None)
@@ -220,12 +173,17 @@ class _Wait:
 
     _since: float
     _seconds: float
+    _is_open: bool
+    """Whether it was seen open. Before, it may be in its TLS handshake."""
     _unsent: int = 0
 
     def is_over(self, connection: Any, now: float) -> bool:
-        """Return whether the time is up. A client that is still reading an answer is not idle."""
+        """Return whether the time is up, or the client gone. A client that is still reading an
+        answer is not idle."""
         transport = connection.transport
-        unsent = 0 if transport is None else transport.get_write_buffer_size()
+        if transport is None:
+            return self._is_open or now - self._since > self._seconds
+        unsent, self._is_open = transport.get_write_buffer_size(), True
         if unsent != self._unsent:
             self._unsent, self._since = unsent, now
         return now - self._since > self._seconds

@@ -15,8 +15,8 @@ import msgspec
 from aiohttp import web
 
 from rollway.errors import RequestFailed, RolloutError, RollwayError, Unreachable, UsageError
-from rollway.gateway.journal import JournalFull
 from rollway.gateway.messages import EXPERTS, GENERATION, LOGPROBS, PROMPT
+from rollway.gateway.store import StoreFull
 from rollway.gateway.upstream import ChatReply
 from rollway.http import read_error_message
 from rollway.rollout.completion import Completion
@@ -185,7 +185,7 @@ def explain(failure: Exception) -> tuple[int, str, str]:
     if isinstance(failure, Unreachable):
         log.warning("the frontend did not answer: %s", failure)
         return 503, "upstream", "The model's frontend cannot be reached or took too long."
-    if isinstance(failure, JournalFull):
+    if isinstance(failure, StoreFull):
         return failure.http_status, "journal_full", str(failure)
     if isinstance(failure, RollwayError):
         log.warning("a request failed: %s", failure)

@@ -7,23 +7,18 @@ every field that the gateway reads has its type.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 
 from rollway.errors import UsageError
 from rollway.gateway.messages import PREFIX, Message, make_context_error, read_token_ids
 from rollway.gateway.replies import Refused
-from rollway.rollout.sender import check_prompt
 
 MAX_CHOICES = 64
 MAX_GENERATIONS = 256
 """The limit for prompts times n in one request."""
-_MAX_MESSAGES = 4096
-_MAX_PARTS = 4096
-_MAX_TOOLS = 1024
 _MAX_DEPTH = 64
 _MAX_VALUES = 200_000
 """The limit for one body, without token ids. Checking this many takes about 20 ms."""
@@ -46,26 +41,6 @@ def get_body_limit(context_length: int) -> int:
     so this is many times the text of a full context."""
     smallest, largest = _BODY
     return min(max(smallest, _BODY_PER_TOKEN * context_length), largest)
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The size of a JSON value."""
-
-    characters: int
-    values: int
-    largest: int
-    """The largest whole number."""
-
-    @property
-    def is_short(self) -> bool:
-        """Whether a template can be rendered with it in the event loop. Loops in templates run over
-        messages, over characters, or up to a number: all of these are small."""
-        return (
-            self.characters <= _SHORT_TEXT
-            and self.values <= _SHORT_VALUES
-            and self.largest <= _SMALL_NUMBER
-        )
 
 
 class Budget:
@@ -101,12 +76,15 @@ def parse(raw: bytes | bytearray) -> dict[str, Any]:
         raise UsageError("The body must be a JSON object.")
     # Prompts and ids are checked separately; visiting every id here would take too long.
     measure({name: value for name, value in body.items() if name not in _CHECKED_APART})
-    _check_fields(body)
+    _check(body, _Body, "The body")
     return body
 
 
-def measure(root: Any) -> Size:
-    """Measure a JSON value level by level; raise if it is too deep or too large."""
+def measure(root: Any) -> bool:
+    """Measure a JSON value level by level; raise if it is too deep or too large.
+
+    Return whether a template can be rendered with it in the event loop. Loops in templates run over
+    messages, over characters, or up to a number: all of these must be small."""
     characters = values = largest = 0
     level = [root]
     for _ in range(_MAX_DEPTH):
@@ -132,19 +110,17 @@ def measure(root: Any) -> Size:
         raise UsageError(f"The body is nested more than {_MAX_DEPTH} levels deep.")
     if largest >= 2**63:
         raise UsageError("The body has a number beyond 64 bits.")
-    return Size(characters, values, largest)
+    is_short = characters <= _SHORT_TEXT and values <= _SHORT_VALUES
+    return is_short and largest <= _SMALL_NUMBER
 
 
 def read_messages(body: Mapping[str, Any]) -> list[Message]:
     """Return the messages of a chat after checking their types. Their depth and size are checked
     when they are rendered."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
+    messages: list[Message] = body.get("messages") or []
+    if not messages:
         raise UsageError("messages must be a list of at least one message.")
-    if len(messages) > _MAX_MESSAGES:
-        raise UsageError(f"messages has more than {_MAX_MESSAGES} messages.")
-    for index, message in enumerate(messages):
-        _check_message(index, message)
+    _check(messages, list[_Message], "messages")
     return messages
 
 
@@ -207,18 +183,59 @@ def read_text(body: Mapping[str, Any], name: str) -> str:
 
 
 _CHECKED_APART = ("messages", "prompt", "tokens", "token_ids", PREFIX)
-_OBJECT, _LIST, _TEXT, _FLAG = "an object", "a list", "a text", "true or false"
-_TYPES: dict[str, tuple[type, ...]] = {
-    _OBJECT: (dict,), _LIST: (list,), _TEXT: (str,), _FLAG: (bool,)
-}  # fmt: skip
-_FIELDS = {
-    "model": _TEXT, "stream": _FLAG, "stream_options": _OBJECT, "chat_template_kwargs": _OBJECT,
-    "tools": _LIST, "reasoning_effort": _TEXT, "response_format": _OBJECT, "logit_bias": _OBJECT,
-    "metadata": _OBJECT, "user": _TEXT, "add_generation_prompt": _FLAG,
-    "continue_final_message": _FLAG, "return_token_ids": _FLAG,
-    "return_tokens_as_token_ids": _FLAG,
-}  # fmt: skip
-_MESSAGE_FIELDS = {"tool_call_id": _TEXT, "reasoning_content": _TEXT, "name": _TEXT}
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+class _Call(msgspec.Struct):
+    function: _Function | None = None
+
+
+class _Part(msgspec.Struct):
+    text: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: Annotated[str, msgspec.Meta(min_length=1)]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    name: str | None = None
+
+
+class _Body(msgspec.Struct):
+    """The fields that the gateway reads itself; the frontend checks the others."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    chat_template: None = None
+    """The gateway renders with the model's own template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    logprobs: bool | int | None = None
+    reasoning_effort: str | None = None
+    response_format: dict[str, Any] | None = None
+    logit_bias: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+def _check(value: Any, kind: Any, place: str) -> None:
+    """Raise if a value does not have a type."""
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{place}: {error}.") from None
 
 
 def _check_counts(raw: bytes | bytearray) -> None:
@@ -233,82 +250,12 @@ def _check_counts(raw: bytes | bytearray) -> None:
         raise UsageError(f"The body has more than {_MAX_COMMAS} values.", "Send several requests.")
 
 
-def _check_fields(body: Mapping[str, Any]) -> None:
-    if body.get("chat_template") is not None:
-        raise UsageError(
-            "chat_template is not accepted: the gateway renders with the model's own template."
-        )
-    for name, kind in _FIELDS.items():
-        if name in body:
-            _check_type(name, body[name], kind)
-    tools = body.get("tools") or []
-    if len(tools) > _MAX_TOOLS:
-        raise UsageError(f"tools has more than {_MAX_TOOLS} tools.")
-    for index, tool in enumerate(tools):
-        _check_type(f"tools[{index}]", tool, _OBJECT, needed=True)
-    if not isinstance(body.get("tool_choice"), str | dict | None):
-        raise UsageError("tool_choice must be a text or an object.")
-    if not isinstance(body.get("logprobs"), bool | int | None):
-        raise UsageError("logprobs must be true, false or a whole number.")
-
-
-def _check_message(index: int, message: Any) -> None:
-    if not isinstance(message, dict) or not message.get("role"):
-        raise UsageError("Every message must be an object with a role.")
-    content = message.get("content")
-    if type(content) is str and type(message["role"]) is str and len(message) == 2:
-        return  # nearly all messages are like this
-    place = f"messages[{index}]"
-    _check_type(f"{place}.role", message["role"], _TEXT)
-    for name, kind in _MESSAGE_FIELDS.items():
-        if name in message:
-            _check_type(f"{place}.{name}", message[name], kind)
-    if isinstance(content, list):
-        _check_parts(f"{place}.content", content)
-    elif not isinstance(content, str | None):
-        raise UsageError(f"{place}.content must be a text or a list of parts.")
-    if message.get("tool_calls") is not None:
-        _check_calls(f"{place}.tool_calls", message["tool_calls"])
-
-
-def _check_parts(place: str, parts: Sequence[Any]) -> None:
-    if len(parts) > _MAX_PARTS:
-        raise UsageError(f"{place} has more than {_MAX_PARTS} parts.")
-    for index, part in enumerate(parts):
-        _check_type(f"{place}[{index}]", part, _OBJECT, needed=True)
-        if part.get("type") == "text" and not isinstance(part.get("text"), str):
-            raise UsageError(f"{place}[{index}].text must be a text.")
-
-
-def _check_calls(place: str, calls: Any) -> None:
-    _check_type(place, calls, _LIST)
-    if len(calls) > _MAX_PARTS:
-        raise UsageError(f"{place} has more than {_MAX_PARTS} calls.")
-    for index, call in enumerate(calls):
-        _check_type(f"{place}[{index}]", call, _OBJECT, needed=True)
-        function = call.get("function")
-        _check_type(f"{place}[{index}].function", function, _OBJECT)
-        if function is None:
-            continue
-        _check_type(f"{place}[{index}].function.name", function.get("name"), _TEXT)
-        if not isinstance(function.get("arguments"), str | dict | None):
-            raise UsageError(f"{place}[{index}].function.arguments must be a text or an object.")
-
-
-def _check_type(place: str, value: Any, kind: str, *, needed: bool = False) -> None:
-    """Raise if a value has another type; null means that the field is absent."""
-    if (value is None and not needed) or isinstance(value, _TYPES[kind]):
-        return
-    raise UsageError(f"{place} must be {kind}.")
-
-
 def _prompt_ids(value: Any, most: int) -> list[int]:
     """Return token ids; whole floats are converted."""
     if isinstance(value, list) and len(value) > most:
         raise make_context_error(len(value), most)
-    kinds = set(map(type, value)) if isinstance(value, list) else set()
-    if float in kinds and kinds <= {int, float}:
-        value = check_prompt(value)
+    if isinstance(value, list):
+        value = [int(v) if isinstance(v, float) and v.is_integer() else v for v in value]
     ids = read_token_ids(value, "A prompt", most)
     if not ids:
         raise UsageError("The prompt has no token.", "Send at least one token id.")

@@ -14,22 +14,22 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
 from rollway.errors import UsageError
 from rollway.gateway import replies, requests, threads
-from rollway.gateway.access import Access
 from rollway.gateway.connections import Connections
-from rollway.gateway.extension import BODY, CALLER, Extension
 from rollway.gateway.messages import Message, Prefix, chain, check_contiguous, find_sent_prefix
-from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import json_response, send_data, send_event
+from rollway.gateway.store import Store
 from rollway.gateway.template import Template
-from rollway.gateway.turns import PendingTurn, new_id
+from rollway.gateway.tokens import Access, Caller
+from rollway.gateway.turns import PendingTurn, Session, Turn, new_id
 from rollway.gateway.upstream import CHAT, ChatReply, ChatRequest, Upstream, make_request
 from rollway.rollout.completion import Completion
 from rollway.rollout.sender import all_or_none
@@ -44,13 +44,33 @@ _SMALL_BODY = 2**16
 """Bodies up to this size are always accepted: the number of connections bounds their sum."""
 
 
+# aiohttp before 3.14 knows only plain names; later versions warn about them.
+CALLER: Any = web.RequestKey("caller", Caller) if hasattr(web, "RequestKey") else "caller"
+BODY: Any = web.RequestKey("body", bytearray) if hasattr(web, "RequestKey") else "body"
+
+
+class Extension(Protocol):
+    """What an integration adds to the gateway: routes, which win where both have one."""
+
+    def add_routes(self, router: web.UrlDispatcher) -> None: ...
+
+    async def admit(self, request: web.Request) -> None:
+        """Return when a request may be handled. Called once its body has arrived; raise to refuse
+        it."""
+        ...
+
+    def find_model(self, name: Any) -> str:
+        """Return the served model that a request means by `model`."""
+        ...
+
+
 @dataclass(slots=True)
 class Gateway:
     """One served model behind an OpenAI endpoint."""
 
     model: str
     template: Template
-    recorder: Recorder
+    store: Store
     chat: Upstream
     text: Upstream
     context_length: int
@@ -105,7 +125,7 @@ class Gateway:
         messages, digests = await self._read_messages(request, body)
         count = requests.read_choice_count(body)
         name = self.access.session_name(request[CALLER], request)
-        session = self.recorder.open(name) if name else Session()  # without a name, not recorded
+        session = await self.store.open(name) if name else Session()  # without a name, not recorded
         prompt, parent, forked = await self._prompt(body, messages, session, digests)
         chat_request = self._make_request(CHAT, body, prompt, name)
         known = 0 if parent is None else len(session.ids(parent))
@@ -129,7 +149,7 @@ class Gateway:
             for prompt in await self._all_ids(prompts)
             for _ in range(count)
         ]
-        session = self.recorder.open(name) if name else Session()  # without a name, not recorded
+        session = await self.store.open(name) if name else Session()  # without a name, not recorded
         # A text completion has no history: each is a separate trajectory.
         pending = [
             PendingTurn(self.model, session, new_id(), each.prompt_ids, self.routed_experts)
@@ -177,26 +197,18 @@ class Gateway:
     async def health(self, request: web.Request) -> web.Response:
         state: dict[str, Any] = {"status": "ok", "model": self.model}
         if request[CALLER].operator:
-            state["sessions"] = len(self.recorder.sessions)
+            state["sessions"] = len(self.store.sessions)
         return json_response(state)
 
     async def sessions(self, request: web.Request) -> web.Response:
-        sessions = self.recorder.sessions
-        # Copy the names: a thread may add to them.
-        visible = self.access.visible(request[CALLER], list(sessions))
-        pairs = [(shown, sessions.get(name)) for shown, name in visible.items()]
-        known = {shown: session for shown, session in pairs if session is not None}
-        body: dict[str, Any] = {"sessions": {name: len(each.turns) for name, each in known.items()}}
-        if lost := {name: each.lost for name, each in known.items() if each.lost}:
-            body["lost"] = lost
-        if self.recorder.lost and request[CALLER].operator:
-            body["unreadable_lines"] = self.recorder.lost
-        return json_response(body)
+        counts = dict(self.store.sessions)  # a copy: a thread adds to them
+        visible = self.access.visible(request[CALLER], counts)
+        return json_response({"sessions": {shown: counts[name] for shown, name in visible.items()}})
 
     async def trajectories(self, request: web.Request) -> web.Response:
         caller, requested = request[CALLER], request.match_info["session"]
         for name in self.access.candidates(caller, requested):
-            session = self.recorder.sessions.get(name)
+            session = await self.store.find(name)
             if session is not None:
                 shown, bounds = self.access.show(caller, name), threads.read_bounds(request.query)
                 # In a thread, while the session may grow.
@@ -208,7 +220,7 @@ class Gateway:
     async def forget(self, request: web.Request) -> web.Response:
         caller, requested = request[CALLER], request.match_info["session"]
         for name in self.access.candidates(caller, requested):
-            if await self.recorder.forget_async(name):
+            if await self.store.delete(name):
                 shown = self.access.show(caller, name)
                 return json_response({"session": shown, "forgotten": True})
         raise self.access.missing(caller, requested)
@@ -285,22 +297,25 @@ class Gateway:
         # Send nothing before the frontend has begun to answer: a refusal needs its own status.
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         streamed = replies.StreamedMessage()
-        async with upstream.stream(chat_request) as (chunks, assembly, ticket):
+        # Close at once: the worker must not continue to sample for a client that is gone.
+        async with aclosing(upstream.stream(chat_request)) as parts:
             # The client must see the end only when the turn is complete and recorded.
             last_events: list[dict[str, Any]] = []
             try:
-                async for chunk in chunks:
+                async for part in parts:
+                    if isinstance(part, ChatReply):
+                        reply = part
+                        continue
                     if not response.prepared:
                         await response.prepare(request)
-                    streamed.add(chunk)
-                    shown = replies.convert_chunk(chunk, body)
+                    streamed.add(part.raw)
+                    shown = replies.convert_chunk(part.raw, body)
                     if shown is not None and (last_events or replies.ends_answer(shown)):
                         last_events.append(shown)
                     elif shown is not None:
                         await send_event(response, shown)
-                completion = await upstream.settle(assembly, ticket)
                 message = streamed.message() if upstream is self.chat else None
-                turn = pending.complete(completion, ticket.version, message)
+                turn = pending.complete(reply.completion, reply.ticket.version, message)
                 recorded = await self._record(pending.session, [turn])
             except ConnectionError:
                 raise  # the client is gone
@@ -312,7 +327,7 @@ class Gateway:
                 return response
         if last_events and self._wants_bundle(body):
             choice = last_events[0]["choices"][0]
-            self._add_bundle(choice.get("delta", choice), chat_request.prompt_ids, completion)
+            self._add_bundle(choice.get("delta", choice), chat_request.prompt_ids, reply.completion)
         if last_events and not recorded:
             last_events[-1]["recorded"] = False
         for shown in last_events:
@@ -331,7 +346,7 @@ class Gateway:
 
     async def _record(self, session: Session, turns: list[Turn]) -> bool:
         """Record the turns of an answer; return False when their session was deleted."""
-        return not session.name or await self.recorder.add_async(session, turns)
+        return not session.name or await self.store.record(session, turns)
 
     async def parse(self, request: web.Request) -> dict[str, Any]:
         """Decode and check the body of a request."""

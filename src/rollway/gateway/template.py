@@ -1,9 +1,8 @@
 """Render messages to token ids, and keep the ids that were sampled.
 
-A text that cannot fit the context is refused without tokenizing all of it: 8 MB take 12 s. There
-are two shortcuts. A text has at least as many tokens as its length divided by the length of the
-longest token, if every token represents a bounded piece of text. And the tokens of its beginning,
-except for the last words, are also tokens of the whole text.
+A text that cannot fit the context is refused without tokenizing all of it: 8 MB take 12 s. It is
+longer than all tokens of the context can be; or its beginning has too many tokens, which are also
+tokens of the whole text, except for the last words.
 
 Short prompts are rendered at once, long ones in a thread with a deadline (see `threads`).
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,11 +33,11 @@ _COMPOSITION = 4
 class BoundedTokenizer:
     """A tokenizer of transformers that checks the length of texts first."""
 
-    def __init__(self, tokenizer: Any, longest: int | None, slack: int = 1) -> None:
-        """`longest` comes from `find_longest_token`. A text may have `slack` times the tokens of
-        the context."""
+    def __init__(self, tokenizer: Any, slack: int = 1) -> None:
+        """A text may have `slack` times the tokens of the context."""
         self._tokenizer = tokenizer
-        self._longest = longest
+        # A token may represent a few characters more than it has, which Unicode composes.
+        self._longest = _COMPOSITION * max(map(len, tokenizer.get_vocab()))
         self._slack = slack
         self._renders = _renders_text(tokenizer)
         self.limit: int | None = None
@@ -76,7 +74,7 @@ class BoundedTokenizer:
         if self.limit is None or len(text) <= self.limit:
             return
         most = self.limit * self._slack
-        if self._longest is not None and len(text) > most * self._longest:
+        if len(text) > most * self._longest:
             raise make_context_error(-(-len(text) // self._longest), self.limit, at_least=True)
         size = most * _CHARACTERS_PER_TOKEN
         if len(text) > 2 * size and (count := self._count_settled(text[:size])) > most:
@@ -94,79 +92,6 @@ class BoundedTokenizer:
         return sum(1 for word in word_ids if word is not None and word < last - 1)
 
 
-def find_longest_token(tokenizer: Any) -> int | None:
-    """Return the largest number of characters that one token represents. Return None if there is no
-    bound, for example if a token may represent unknown characters or dropped spaces."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    spec = json.loads(backend.to_str())
-    shrink = _shrink(spec.get("normalizer"))
-    added = spec.get("added_tokens") or []
-    if (
-        shrink is None
-        or spec.get("truncation")
-        or not _keeps_all(spec.get("pre_tokenizer"))
-        or not _covers_all(spec["model"], spec.get("pre_tokenizer"))
-        or any(token["lstrip"] or token["rstrip"] for token in added)
-    ):
-        return None
-    tokens = [*spec["model"]["vocab"], *(token["content"] for token in added)]
-    return max(map(len, tokens)) * shrink
-
-
-def _shrink(normalizer: Any) -> int | None:
-    """Return the factor by which a normalizer can shorten text, or None without a bound."""
-    kind = normalizer and normalizer["type"]
-    if kind in (None, "Prepend", "NFD", "NFKD", "ByteLevel"):
-        return 1
-    if kind in ("NFC", "NFKC"):
-        return _COMPOSITION
-    if kind == "Replace":
-        pattern = normalizer["pattern"].get("String")
-        return 1 if pattern and len(normalizer["content"]) >= len(pattern) else None
-    if kind == "Sequence":
-        factor = 1
-        for part in normalizer["normalizers"]:
-            shrink = _shrink(part)
-            if shrink is None:
-                return None
-            factor *= shrink
-        return factor
-    return None
-
-
-def _keeps_all(splitter: Any) -> bool:
-    """Return whether splitting into words drops no character."""
-    kind = splitter and splitter["type"]
-    if kind == "Sequence":
-        return all(_keeps_all(part) for part in splitter["pretokenizers"])
-    if kind in ("Split", "Punctuation"):
-        return bool(splitter["behavior"] != "Removed")
-    return kind in (None, "ByteLevel", "Metaspace", "Digits")
-
-
-def _covers_all(model: Any, splitter: Any) -> bool:
-    """Return whether every character becomes at least a part of a token."""
-    if model["type"] != "BPE":
-        return False
-    vocabulary = model["vocab"]
-    if _has_bytes(splitter):
-        from tokenizers.pre_tokenizers import ByteLevel
-
-        return all(letter in vocabulary for letter in ByteLevel.alphabet())
-    if model.get("byte_fallback"):
-        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
-    return model.get("unk_token") in vocabulary and not model.get("fuse_unk")
-
-
-def _has_bytes(splitter: Any) -> bool:
-    kind = splitter and splitter["type"]
-    if kind == "Sequence":
-        return any(_has_bytes(part) for part in splitter["pretokenizers"])
-    return bool(kind == "ByteLevel")
-
-
 def _renders_text(tokenizer: Any) -> bool:
     """Return whether the chat template renders text, which is then tokenized."""
     from transformers import PreTrainedTokenizerBase
@@ -180,8 +105,6 @@ def _renders_text(tokenizer: Any) -> bool:
 
 _LONG = 20_000
 """Longer texts, in characters or ids, are tokenized outside the event loop."""
-_MAX_SETTINGS = 64
-_MAX_NUMBER = 1_000_000
 # Clients cannot set these, nor any parameter of the tokenizer's own method.
 _OURS = frozenset({
     "chat_template", "conversation", "conversations", "messages", "tools", "documents", "padding",
@@ -222,10 +145,9 @@ class Template:
         self.end_of_turn = _end_of_turn(self.tokenizer)
         self.threads = Threads()
         self._turns = TurnCounts()
-        longest = find_longest_token(self.tokenizer)
-        self._bounded = BoundedTokenizer(self.tokenizer, longest)
+        self._bounded = BoundedTokenizer(self.tokenizer)
         # Sampled ids may represent their text with fewer tokens than the tokenizer would.
-        self._for_history = BoundedTokenizer(self.tokenizer, longest, slack=4)
+        self._for_history = BoundedTokenizer(self.tokenizer, slack=4)
         parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
         self._refused = _OURS | set(parameters)
 
@@ -253,7 +175,7 @@ class Template:
                     f"The chat template does not accept these messages: {reason}"
                 ) from error
 
-        if measure([plain, body.get("tools"), settings]).is_short and known <= _LONG:
+        if measure([plain, body.get("tools"), settings]) and known <= _LONG:
             return render()
         return await self.threads.run(render, "Rendering the chat template")
 
@@ -261,14 +183,8 @@ class Template:
         """Return the client's template settings. It may not set parameters of the tokenizer's
         method: with its own template it could loop for ever."""
         settings = body.get("chat_template_kwargs") or {}
-        if not isinstance(settings, Mapping) or len(settings) > _MAX_SETTINGS:
-            raise UsageError(
-                f"chat_template_kwargs must be an object of at most {_MAX_SETTINGS} settings."
-            )
         if refused := sorted(self._refused & settings.keys()):
             raise UsageError(f"chat_template_kwargs cannot set {', '.join(refused)}.")
-        if settings and measure(settings).largest > _MAX_NUMBER:
-            raise UsageError(f"chat_template_kwargs has a number above {_MAX_NUMBER}.")
         if body.get("reasoning_effort") is None:
             return dict(settings)
         return {**settings, "reasoning_effort": body["reasoning_effort"]}

@@ -27,9 +27,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from rollway.errors import UsageError
-from rollway.gateway.access import Caller
-from rollway.gateway.recorder import Session
 from rollway.gateway.replies import Refused
+from rollway.gateway.tokens import Caller
+from rollway.gateway.turns import Session
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Threads:
                 await self._slots.acquire()
         except TimeoutError:
             raise Refused(
-                503, "All threads for long prompts are busy.", "Try again later.", kind="overloaded"
+                503, "All threads for long work are busy.", "Try again later.", kind="overloaded"
             ) from None
         try:
             job = _Job(work, self._slots)
@@ -135,38 +135,22 @@ class _Job(Generic[T]):
 LIMIT = 256
 _MOST = 4096
 _SECONDS = 300.0
-_WHAT = "Building the trajectories"
 _PAGE_TOKENS = 2_000_000
 """A page ends before it exceeds this, unless a single trajectory does."""
 
 
 class PageThreads:
-    """Threads that build pages. Operators have their own, and an agent uses one at a time, so no
-    agent delays the trainer."""
+    """Threads that build pages: two for operators, and one for each agent's token, so no agent
+    delays the trainer or another agent."""
 
     def __init__(self) -> None:
         self._operators = Threads(2, seconds=_SECONDS)
-        self._agents = Threads(2, seconds=_SECONDS)
-        # At most one per token.
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._agents = defaultdict[str, Threads](lambda: Threads(1, seconds=_SECONDS))
 
     async def run(self, caller: Caller, work: Callable[[], bytes]) -> bytes:
         """Return the page that `work` builds."""
-        if caller.operator:
-            return await self._operators.run(work, _WHAT)
-        lock = self._locks[caller.scope]
-        try:
-            async with asyncio.timeout(self._agents.wait_seconds):
-                await lock.acquire()
-        except TimeoutError:
-            raise Refused(
-                503, "This token has too many requests for trajectories.", "Try again later.",
-                kind="overloaded",
-            ) from None  # fmt: skip
-        try:
-            return await self._agents.run(work, _WHAT)
-        finally:
-            lock.release()
+        threads = self._operators if caller.operator else self._agents[caller.scope]
+        return await threads.run(work, "Building the trajectories")
 
 
 def read_bounds(query: Mapping[str, str]) -> tuple[int, int]:
@@ -196,7 +180,6 @@ def make_page(session: Session, name: str, offset: int, limit: int) -> bytes:
         {
             "session": name,
             "turns": len(session.turns),
-            "lost": session.lost,
             "trajectories": shown,
             "offset": offset,
             "total": total,

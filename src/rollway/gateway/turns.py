@@ -33,7 +33,7 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
-class Turn(msgspec.Struct, tag_field="type", tag="turn"):
+class Turn(msgspec.Struct):
     """An assistant turn."""
 
     session: str
@@ -103,10 +103,6 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
     gone: bool = False
     """Whether it was deleted. Then nothing more is recorded in it."""
-    lost: int = 0
-    """How many of its turns could not be read from the journal."""
-    size: int = 0
-    """The number of bytes of its turns in the journal."""
     _index: dict[str, int] = field(default_factory=dict)
     _by_history: dict[str, int] = field(default_factory=dict)
 
@@ -218,34 +214,6 @@ class Session:
             if experts is not None:
                 parts.append(experts.since(parts[-1].end) if parts else experts)
         return parts
-
-    def check(self, turn: Turn) -> None:
-        """Raise if a turn from a file cannot follow its parent here."""
-        turn.check()
-        if turn.id in self._index:
-            raise RolloutError("The session already has a turn with this id.")
-        if turn.parent is not None and turn.parent not in self._index:
-            raise RolloutError(f"Its parent `{turn.parent[:64]}` is missing.")
-        experts = turn.experts()
-        before = self._last_experts(turn.parent)
-        if experts is not None and before is not None:
-            from rollway.rollout.experts import join  # needs numpy
-
-            join(before, experts.since(before.end))
-
-
-class Forgotten(msgspec.Struct, tag_field="type", tag="forgotten"):
-    """A session was deleted: its turns before this entry no longer count."""
-
-    session: str
-
-
-class Lost(msgspec.Struct, tag_field="type", tag="lost"):
-    """The number of turns of a session that could not be read. Compaction writes it in their
-    place."""
-
-    session: str
-    turns: int
 
 
 @dataclass(slots=True)

@@ -7,18 +7,16 @@ it is sampled again from the new weights: each turn has one version.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from rollway.errors import RequestFailed, RolloutError
-from rollway.rollout.client import events
+from rollway.errors import RolloutError
 from rollway.rollout.completion import Assembly, Completion, Nvext, Usage, only_choice, parse
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.sender import Attempt, Sender
+from rollway.rollout.sender import Chunk, Question, Sender
 from rollway.rollout.wire import STAMP_FIELDS, Wire, completion_request, routing_fields
 from rollway.versions import Ticket
 
@@ -109,90 +107,35 @@ class Upstream(Sender):
 
     async def ask(self, request: ChatRequest) -> ChatReply:
         """Return a whole answer of one weight version."""
-        attempt = self._attempt(request.session)
-        async with self._slots, self._deadline():
-            while True:
-                ticket = await self._ticket(attempt.trouble)
-                body = _add_ticket(request.body, ticket, attempt)
-                raw = await self._send_once(body, ticket, attempt)
-                if raw is None:
-                    continue
-                assembly = self._make_assembly(request)
-                assembly.add(raw)
-                completion = assembly.finish()
-                if await self._is_usable(completion, ticket):
-                    return ChatReply(request, raw, completion, ticket)
-                await attempt.retry_elsewhere(ticket, completion)
+        return await self._answer(_Turn(request, self.wire, session=request.session))
 
-    async def _send_once(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
-        """Send a request once, and return None if it must be retried. Raise the frontend's refusal
-        unchanged, so that the client gets its status."""
-        try:
-            return await self._send(body, ticket, attempt)
-        except RolloutError as error:
-            refusal = error.__cause__ or error.__context__
-            if isinstance(refusal, RequestFailed):
-                raise refusal from None
-            raise
+    def stream(self, request: ChatRequest) -> AsyncGenerator[Chunk | ChatReply]:
+        """Yield the chunks of an answer, and last the reply. If a refit cuts it, it ends with an
+        error: the client has seen tokens, so they cannot be sampled again."""
+        turn = _Turn(request, self.wire, session=request.session, is_streamed=True)
+        return self._ask(turn)
 
-    @asynccontextmanager
-    async def stream(
-        self, request: ChatRequest
-    ) -> AsyncIterator[tuple[AsyncIterator[dict[str, Any]], Assembly, Ticket]]:
-        """Open a stream of chunks. If a refit cuts it, it ends with an error: the client has seen
-        tokens, so they cannot be sampled again."""
-        attempt = self._attempt(request.session)
-        async with self._slots, self._deadline():
-            ticket = await self._ticket(attempt.trouble)
-            body = _add_ticket(request.body, ticket, attempt)
+
+@dataclass(slots=True)
+class _Turn(Question[ChatReply]):
+    """Asks for one turn, of one version: a refit that kept it running must not have changed it."""
+
+    request: ChatRequest
+    wire: Wire
+
+    def build(self, ticket: Ticket, pin: int | None) -> tuple[dict[str, Any], Assembly]:
+        request = self.request
+        nvext = {**request.body["nvext"], **routing_fields(ticket.salt, ticket.taint, pin)}
+        if ticket.stamped:
+            nvext["extra_fields"] = [*nvext["extra_fields"], *STAMP_FIELDS]
+        body = {**request.body, "nvext": nvext}
+        if self.is_streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-            assembly = self._make_assembly(request)
+        sampling = Sampling(max_tokens=request.max_tokens)
+        return body, self.wire.assembly(sampling, len(request.prompt_ids))
 
-            async def read_chunks() -> AsyncGenerator[dict[str, Any]]:
-                async with self._open_stream(body, request.session) as lines:
-                    async for event in events(lines):
-                        assembly.add(event)
-                        yield event  # type: ignore[misc]
-
-            # Close at once: the worker must not continue to sample for a client that is gone.
-            async with aclosing(read_chunks()) as parts:
-                yield parts, assembly, ticket
-
-    @asynccontextmanager
-    async def _open_stream(
-        self, body: dict[str, Any], session: str
-    ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Open a stream, without its session if the frontend has no room for another."""
-        async with AsyncExitStack() as opened:
-            while True:
-                headers = self._make_headers(session)
-                stream = self._http.stream_lines(
-                    self._url, body, timeout=self._timeout, headers=headers
-                )
-                try:
-                    lines = await opened.enter_async_context(stream)
-                except RequestFailed as error:
-                    if not self._is_session_refused(error, headers):
-                        raise
-                else:
-                    yield lines
-                    return
-
-    async def settle(self, assembly: Assembly, ticket: Ticket) -> Completion:
-        """Return the completion of a finished stream; raise unless it has one version."""
-        completion = assembly.finish()
-        if not await self._is_usable(completion, ticket):
-            raise await self._make_stream_error(ticket)
-        return completion
-
-    async def _is_usable(self, completion: Completion, ticket: Ticket) -> bool:
-        if completion.finish_reason == "aborted":
-            return False
-        # A turn has one version: a refit that kept it running must not have changed it.
-        return not completion.is_mixed and await self._is_attributed(ticket, completion)
-
-    def _make_assembly(self, request: ChatRequest) -> Assembly:
-        return self.wire.assembly(Sampling(max_tokens=request.max_tokens), len(request.prompt_ids))
+    def take(self, completion: Completion, ticket: Ticket, raw: Any) -> ChatReply:
+        return ChatReply(self.request, raw, completion, ticket)
 
 
 def make_request(
@@ -226,11 +169,3 @@ def make_request(
         body["prompt"] = "-"
         body["logprobs"] = client_body.get("logprobs") or 0
     return ChatRequest(body, prompt_ids, max_tokens, session)
-
-
-def _add_ticket(body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> dict[str, Any]:
-    route = routing_fields(ticket.salt, ticket.taint, attempt.pins.now)
-    nvext = {**body["nvext"], **route}
-    if ticket.stamped:
-        nvext["extra_fields"] = [*nvext["extra_fields"], *STAMP_FIELDS]
-    return {**body, "nvext": nvext}

@@ -18,17 +18,24 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
 
-from rollway.errors import ClusterError, Forbidden, KindMissing, StackNotRunning, UsageError
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import DGD, DGD_ALPHA, POD, SERVICE, Object
-from rollway.kubernetes.names import DGD_LABEL, HTTP_PORT, LISTING_PORT, find_frontend
+from rollway.errors import ClusterError, Forbidden, StackNotRunning, UsageError
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import (
+    DGD,
+    DGD_LABEL,
+    HTTP_PORT,
+    LISTING_PORT,
+    POD,
+    SERVICE,
+    Object,
+    find_frontend,
+)
 from rollway.kubernetes.refusals import make_rule
 
 SCHEME = "dgd"
@@ -38,21 +45,13 @@ _LISTING = "v1/rl/workers"
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "host", "content-length"})
 
 
-@dataclass(frozen=True, slots=True)
-class GraphTarget:
-    """What `dgd://NAMESPACE/NAME` names."""
-
-    namespace: str
-    name: str
-
-
-def parse_target(target: str) -> GraphTarget:
+def parse_target(target: str) -> tuple[str, str]:
     """Return the namespace and the name in `dgd://NAMESPACE/NAME`."""
     parts = urlsplit(target)
     name = parts.path.strip("/")
     if parts.scheme != SCHEME or not parts.netloc or not name or "/" in name:
         raise UsageError(f"`{target}` names no DynamoGraphDeployment.", "Use dgd://NAMESPACE/NAME.")
-    return GraphTarget(parts.netloc, name)
+    return parts.netloc, name
 
 
 @asynccontextmanager
@@ -65,26 +64,26 @@ async def reach_graph(
         StackNotRunning: there is no such graph, or its frontend has no pod yet.
         Forbidden: the API server's proxy may not be used.
     """
-    wanted = parse_target(target)
+    namespace, name = parse_target(target)
     if cluster is None:
         cluster = await asyncio.to_thread(Cluster.connect)
-    cluster = cluster.in_namespace(wanted.namespace)
-    graph = await asyncio.to_thread(_get_graph, cluster, wanted.name)
+    cluster = cluster.in_namespace(namespace)
+    graph = await asyncio.to_thread(_get_graph, cluster, name)
     service = find_frontend(graph)
     if service is None:
         raise UsageError(
-            f"DynamoGraphDeployment {wanted.name} has no frontend.",
+            f"DynamoGraphDeployment {name} has no frontend.",
             "Attach to the graph whose frontend serves these workers.",
         )
-    pod = await asyncio.to_thread(_find_frontend_pod, cluster, wanted.name)
+    pod = await asyncio.to_thread(_find_frontend_pod, cluster, name)
     port = _read_listing_port(pod)
     if cluster.in_cluster:
         address = pod["status"]["podIP"]
         host = f"[{address}]" if ":" in address else address
-        yield f"http://{service}.{wanted.namespace}.svc:{HTTP_PORT}", f"http://{host}:{port}"
+        yield f"http://{service}.{namespace}.svc:{HTTP_PORT}", f"http://{host}:{port}"
         return
     await asyncio.to_thread(_check_proxy, cluster, service)
-    async with Forwarder(cluster, service, wanted.name) as forwarder:
+    async with Forwarder(cluster, service, name) as forwarder:
         listing = f"{forwarder.url}/pod/{pod['metadata']['name']}/{port}"
         yield f"{forwarder.url}/service", listing
 
@@ -208,10 +207,7 @@ async def _copy(request: web.Request, answer: aiohttp.ClientResponse) -> web.Str
 
 
 def _get_graph(cluster: Cluster, name: str) -> Object:
-    try:
-        graph = cluster.get(DGD, name)
-    except KindMissing:
-        graph = cluster.get(DGD_ALPHA, name)
+    graph = cluster.get(DGD, name)
     if graph is None:
         raise StackNotRunning(
             f"There is no DynamoGraphDeployment {name} in namespace {cluster.namespace}.",
@@ -221,7 +217,7 @@ def _get_graph(cluster: Cluster, name: str) -> Object:
 
 
 def _list_pods(cluster: Cluster, graph: str) -> list[Object]:
-    return cluster.list(POD, labels=f"{DGD_LABEL}={graph}")[0]
+    return cluster.list(POD, labels=f"{DGD_LABEL}={graph}")
 
 
 def _find_frontend_pod(cluster: Cluster, graph: str) -> Object:

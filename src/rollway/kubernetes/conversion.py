@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rollway.errors import SpecError
-from rollway.kubernetes.names import ALPHA, BETA, MAIN, Object
+from rollway.kubernetes.objects import ALPHA, BETA, MAIN, Object
 from rollway.kubernetes.pods import GPU
-from rollway.plain import drop_null
+from rollway.yaml_input import drop_null
 
 TYPES = ("frontend", "worker", "prefill", "decode", "planner", "epp")
 _ROLES = ("prefill", "decode")
@@ -60,6 +60,14 @@ def convert(graph: Object, version: str) -> Conversion:
     spec = converter.raise_spec(body) if wanted == BETA else converter.lower_spec(body)
     rest = {key: value for key, value in graph.items() if key not in ("spec", "status")}
     return Conversion({**rest, "apiVersion": wanted, "spec": spec}, converter.losses)
+
+
+def raise_live(graph: Object) -> Object:
+    """Return a graph that a server has in v1alpha1 as v1beta1, with its status."""
+    status = dict(graph.get("status") or {})
+    if "services" in status:
+        status["components"] = status.pop("services")
+    return {**convert(graph, BETA).graph, **({"status": status} if status else {})}
 
 
 class _Converter:

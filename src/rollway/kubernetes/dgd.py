@@ -2,23 +2,22 @@
 
     manifest or stack  ->  overrides  ->  name, labels, annotations  ->  every pod
 
-Both versions of the CRD are read. What a manifest says about a pod wins over the infra file, except
-for `overrides`, which are the user's word for this run.
+Both versions of the CRD are read; what comes out is v1beta1. What a manifest says about a pod wins
+over the infra file, except for `overrides`, which are the user's word for this run.
 """
 
 from __future__ import annotations
 
 import difflib
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from rollway.errors import SpecError
 from rollway.kubernetes import pods
 from rollway.kubernetes.conversion import Conversion, convert
-from rollway.kubernetes.infra import read_text
-from rollway.kubernetes.names import (
+from rollway.kubernetes.infra import read_yaml_documents
+from rollway.kubernetes.objects import (
     ALPHA,
     BETA,
     KIND,
@@ -30,16 +29,13 @@ from rollway.kubernetes.names import (
     make_labels,
 )
 from rollway.kubernetes.render import render_part
-from rollway.kubernetes.shapes import check_shapes
 from rollway.kubernetes.spec import DynamoSpec, Infra
-from rollway.plain import check_plain, copy_plain
 
 _KAI_QUEUE = "nvidia.com/kai-scheduler-queue"
-_MOST_DOCUMENTS = 1000
 
 
-def load_graph(infra: Infra, key: str, version: str = BETA) -> Conversion:
-    """Return the DGD of a part of the infra file, complete, in a version of the CRD."""
+def load_graph(infra: Infra, key: str) -> Conversion:
+    """Return the DGD of a part of the infra file, complete."""
     spec, field = infra.dynamo[key], f"dynamo.{key}"
     if spec.manifest is not None:
         source = read_manifest(spec.manifest)
@@ -52,21 +48,21 @@ def load_graph(infra: Infra, key: str, version: str = BETA) -> Conversion:
             )
     else:
         source = render_part(infra, key)
-    source = copy_plain(source)
+    source = deepcopy(source)
     source["spec"] = override_spec(source, spec.overrides, f"{field}.overrides")
-    check_shapes(source["spec"], f"{field}.overrides")
-    conversion = convert(source, version)
+    conversion = convert(source, BETA)
     graph = conversion.graph
     _set_metadata(infra, graph, spec, field)
-    names = [name for name, _ in list_components(graph)]
+    names = [component["name"] for component in graph["spec"]["components"]]
     check_graph_name(graph["metadata"]["name"], names, f"{field}.name")
-    for name, component in list_components(graph):
-        image = _complete_component(infra, graph, component, f"{field}: component {name}")
+    for component in graph["spec"]["components"]:
+        where = f"{field}: component {component['name']}"
+        image = _complete_component(infra, component, where)
         if not component.get("runtimeVersionOverride") and not has_version_tag(image):
             conversion.warnings.append(
-                f"`{field}`: component {name}: operators since 1.5 read Dynamo's version from the "
-                f"image's tag, and {image} has none like 1.6.1. Tag the image with the version, or "
-                "set `runtimeVersionOverride` in `overrides`."
+                f"`{field}`: component {component['name']}: operators since 1.5 read Dynamo's "
+                f"version from the image's tag, and {image} has none like 1.6.1. Tag the image "
+                "with the version, or set `runtimeVersionOverride` in `overrides`."
             )
     return conversion
 
@@ -76,7 +72,7 @@ def load_graph(infra: Infra, key: str, version: str = BETA) -> Conversion:
 
 def read_manifest(path: Path) -> Object:
     """Return the only DGD of a YAML file, which may have other documents, too."""
-    documents = read_documents(path)
+    documents = read_yaml_documents(path)
     graphs = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
     if len(graphs) != 1:
         kinds = sorted({str(d.get("kind")) for d in documents if isinstance(d, dict)})
@@ -90,50 +86,26 @@ def read_manifest(path: Path) -> Object:
     return graphs[0]
 
 
-def read_documents(path: Path) -> list[Any]:
-    """Return the documents of a YAML file."""
-    text = read_text(path)
-    try:
-        documents = []
-        for document in yaml.safe_load_all(text):
-            documents.append(document)
-            if len(documents) > _MOST_DOCUMENTS:
-                raise SpecError(f"{path} has too many documents.", "Is it the right file?")
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise SpecError(f"{path} is not valid YAML: {reason}.", "Correct it.") from error
-    for document in documents:
-        check_plain(document, str(path))
-    return documents
-
-
 def check_graph(graph: Object, source: str) -> None:
-    """Raise SpecError unless an object has the shape of a DGD of a known version."""
-    version = graph.get("apiVersion")
+    """Raise SpecError unless an object is a DGD of a known version, with components."""
+    version, spec = graph.get("apiVersion"), graph.get("spec")
     if version not in (ALPHA, BETA):
         raise SpecError(
             f"{source} is of the version {version}.", f"Use {BETA}, or {ALPHA} for old operators."
         )
-    metadata, spec = graph.get("metadata"), graph.get("spec")
-    if not isinstance(metadata, dict) or not metadata.get("name") or not isinstance(spec, dict):
+    if not (graph.get("metadata") or {}).get("name") or not isinstance(spec, dict):
         raise SpecError(f"{source} has no `metadata.name` or no `spec`.", "Give both.")
-    check_shapes({"metadata": metadata, "spec": spec}, source)
-    parts = spec.get("services") if version == ALPHA else spec.get("components")
-    expected = dict if version == ALPHA else list
-    if not isinstance(parts, expected) or not parts:
-        field = "services" if version == ALPHA else "components"
-        kind = "mapping" if version == ALPHA else "list"
-        raise SpecError(f"{source}: `spec.{field}` is no {kind} of components.", "Give it.")
-    for part in parts.values() if isinstance(parts, dict) else parts:
-        if not isinstance(part, dict) or (version == BETA and not part.get("name")):
-            raise SpecError(f"{source} has a component without fields or name.", "Name it.")
+    field, kind = ("services", dict) if version == ALPHA else ("components", list)
+    if not isinstance(spec.get(field), kind) or not spec[field]:
+        what = "mapping" if kind is dict else "list"
+        raise SpecError(f"{source}: `spec.{field}` is no {what} of components.", "Give it.")
 
 
-def list_components(graph: Object) -> list[tuple[str, Object]]:
-    """Return the components of a DGD of either version, by name."""
+def _list_written(graph: Object) -> dict[str, Object]:
+    """Return the components of a DGD of either version, by name, as its author wrote them."""
     if graph["apiVersion"] == ALPHA:
-        return list(graph["spec"]["services"].items())
-    return [(part["name"], part) for part in graph["spec"]["components"]]
+        return dict(graph["spec"]["services"])
+    return {part["name"]: part for part in graph["spec"]["components"]}
 
 
 # --- overrides -----------------------------------------------------------------------------------
@@ -151,14 +123,14 @@ def override_spec(graph: Object, overrides: Object, field: str) -> Object:
             f"`{field}.{other}`: a manifest of {graph['apiVersion']} has `{section}`.",
             f"Write `{section}`.",
         )
-    over = copy_plain(overrides)
+    over = deepcopy(overrides)
     named = over.pop(section, {})
     if isinstance(named, list):
         named = {str(part.get("name")): part for part in named if isinstance(part, dict)}
     if not isinstance(named, dict):
         raise SpecError(f"`{field}.{section}` is no mapping of components.", "Name them.")
     spec: Object = _merge_named(graph["spec"], over)
-    known = dict(list_components(graph))
+    known = _list_written(graph)
     for name, part in named.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -203,22 +175,18 @@ def _set_metadata(infra: Infra, graph: Object, spec: DynamoSpec, field: str) -> 
     graph.pop("status", None)
 
 
-def _complete_component(infra: Infra, graph: Object, component: Object, field: str) -> str:
+def _complete_component(infra: Infra, component: Object, field: str) -> str:
     """Add to a component what the infra file says, and return its image."""
-    if graph["apiVersion"] == ALPHA:
-        image = _complete_old_pod(infra, component, field)
-        holder, name = component, "extraPodMetadata"
-    else:
-        holder, name = component.setdefault("podTemplate", {}), "metadata"
-        pod = holder.setdefault("spec", {})
-        container = _find_main(pod)
-        pods.complete_pod(infra, pod, container, field)
-        image = str(container["image"])
+    template = component.setdefault("podTemplate", {})
+    pod = template.setdefault("spec", {})
+    container = _find_main(pod)
+    cache = component.get("compilationCache") or {}
+    pods.complete_pod(infra, pod, container, field, [cache.get("mountPath", "")])
     if infra.scheduler.kind == "kueue":
-        metadata = holder.setdefault(name, {})
+        metadata = template.setdefault("metadata", {})
         queue = {pods.KUEUE_QUEUE: infra.scheduler.queue}
         metadata["labels"] = {**queue, **(metadata.get("labels") or {})}
-    return image
+    return str(container["image"])
 
 
 def _find_main(pod: Object) -> Object:
@@ -229,18 +197,3 @@ def _find_main(pod: Object) -> Object:
             return container
     containers.insert(0, {"name": MAIN})
     return containers[0]
-
-
-def _complete_old_pod(infra: Infra, component: Object, field: str) -> str:
-    """Complete a pod of v1alpha1, whose variables, resources and claims are beside its container;
-    return its image."""
-    pod = component.setdefault("extraPodSpec", {})
-    container: Object = pod.setdefault("mainContainer", {})
-    container["env"] = [*(component.pop("envs", None) or []), *(container.get("env") or [])]
-    container["resources"] = component.pop("resources", None) or container.get("resources") or {}
-    mounted = [mount.get("mountPoint", "") for mount in component.get("volumeMounts") or []]
-    pods.complete_pod(infra, pod, container, field, mounted)
-    for name, there in (("env", "envs"), ("resources", "resources")):
-        if value := container.pop(name):
-            component[there] = value
-    return str(container["image"])

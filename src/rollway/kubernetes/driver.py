@@ -1,24 +1,28 @@
 """Make sure that the driver of a training job runs, also when KubeRay forgets to submit it.
 
 KubeRay submits over HTTP in a reconciliation that may never come back after the cluster is up
-("the HTTPMode stall"). So the RayJob and its cluster are watched: once the cluster is provisioned,
-KubeRay has a grace period; then we submit the same entry point under the job's own id. Ray refuses
-a second job of that id, so whoever comes first, the driver runs once.
+("the HTTPMode stall"). So once the cluster is provisioned, KubeRay has a grace period; then we
+submit the same entry point under the job's own id. Ray refuses a second job of that id, so whoever
+comes first, the driver runs once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import json
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rollway.errors import ClusterError
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import RAYCLUSTER, RAYJOB, Object
-from rollway.kubernetes.waits import Deadline, describe_state, make_deleted_error
-from rollway.kubernetes.watches import Follower, Selection
+from rollway.errors import ClusterError, UsageError
+from rollway.kubernetes.client import Cluster, make_deleted_error
+from rollway.kubernetes.objects import RAYCLUSTER, RAYJOB, Object
+from rollway.kubernetes.waits import Deadline, describe_state
 
 DASHBOARD_PORT = 8265
 ENDED = frozenset({"Complete", "Failed", "ValidationFailed"})
@@ -26,6 +30,8 @@ ENDED = frozenset({"Complete", "Failed", "ValidationFailed"})
 JOB_ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 """The same of a job in Ray."""
 _ATTEMPTS = 5
+_LARGEST_UPLOAD = 100 << 20  # bytes, as Ray's own limit
+_SKIPPED = frozenset({".git", "__pycache__", ".venv", "node_modules"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,7 @@ class Driver:
     """`KubeRay`, or `rollway` after the grace period."""
 
 
-class Dashboard:
+class RayDashboard:
     """The job API of a Ray head, reached through its Service."""
 
     def __init__(self, cluster: Cluster, service: str, port: int = DASHBOARD_PORT) -> None:
@@ -46,48 +52,41 @@ class Dashboard:
 
     def find_job(self, job_id: str) -> Object | None:
         """Return what Ray knows of a job; None if it has none of this id."""
-        status, body = self._ask("GET", f"/api/jobs/{job_id}")
-        if status == 404:
-            return None
-        if status != 200:
-            raise self._make_error(status, body)
-        job: Object = json.loads(body)
-        return job
+        status, body = self._ask("GET", f"/api/jobs/{job_id}", also=404)
+        return None if status == 404 else dict(json.loads(body))
 
     def submit(self, job_id: str, entry_point: str, **fields: Any) -> bool:
         """Submit a job; return whether it is new. One of this id that exists is a success."""
         order = {"entrypoint": entry_point, "submission_id": job_id}
         order |= {name: value for name, value in fields.items() if value}
-        status, body = self._ask("POST", "/api/jobs/", json.dumps(order).encode())
-        if status == 200:
-            return True
-        # Ray answers 400 or 500, by version, and always says "already exists".
-        if b"exists" in body:
+        try:
+            self._ask("POST", "/api/jobs/", json.dumps(order).encode())
+        except ClusterError as error:
+            # Ray answers 400 or 500, by version, and always says "already exists".
+            if "exists" not in error.message:
+                raise
             return False
-        raise self._make_error(status, body)
+        return True
 
     def delete_job(self, job_id: str) -> None:
         """Stop and forget a job, so that its id is free."""
-        self._ask("POST", f"/api/jobs/{job_id}/stop")
-        self._ask("DELETE", f"/api/jobs/{job_id}")
+        with contextlib.suppress(ClusterError):  # it ends, or has ended, by itself
+            self._ask("POST", f"/api/jobs/{job_id}/stop")
+            self._ask("DELETE", f"/api/jobs/{job_id}")
 
     def upload(self, name: str, content: bytes) -> None:
         """Put a package of files into Ray's store, unless it is there."""
         path = f"/api/packages/gcs/{name}"
-        if self._ask("GET", path)[0] == 200:
-            return
-        status, body = self._ask("PUT", path, content)
-        if status != 200:
-            raise self._make_error(status, body)
+        if self._ask("GET", path, also=404)[0] == 404:
+            self._ask("PUT", path, content)
 
     def read_log(self, job_id: str) -> str:
-        status, body = self._ask("GET", f"/api/jobs/{job_id}/logs")
-        if status != 200:
-            raise self._make_error(status, body)
-        return str(json.loads(body).get("logs") or "")
+        return str(json.loads(self._ask("GET", f"/api/jobs/{job_id}/logs")[1]).get("logs") or "")
 
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        status, answer = 0, b""
+    def _ask(
+        self, method: str, path: str, body: bytes | None = None, *, also: int = 200
+    ) -> tuple[int, bytes]:
+        """Return the status and the body of an answer; raise unless it is 200, or `also`."""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 # The head's Service is there before its dashboard listens.
@@ -97,6 +96,8 @@ class Dashboard:
             )
             if status not in (0, 502, 503, 504):
                 break
+        if status not in (200, also):
+            raise self._make_error(status, answer)
         return status, answer
 
     def _make_error(self, status: int, body: bytes) -> ClusterError:
@@ -107,11 +108,11 @@ class Dashboard:
         )
 
 
-def find_dashboard(cluster: Cluster, ray_cluster: Object) -> Dashboard:
+def find_dashboard(cluster: Cluster, ray_cluster: Object) -> RayDashboard:
     """Return the dashboard of a RayCluster, by the Service that KubeRay reports."""
     head = (ray_cluster.get("status") or {}).get("head") or {}
     name = head.get("serviceName") or f"{ray_cluster['metadata']['name']}-head-svc"
-    return Dashboard(cluster, name)
+    return RayDashboard(cluster, name)
 
 
 def is_provisioned(ray_cluster: Object) -> bool:
@@ -133,36 +134,28 @@ def ensure_driver(
     report: Callable[[str], None],
 ) -> Driver:
     """Return when the driver of a RayJob has been submitted, by KubeRay or after `grace` by us."""
-    deadline, job, ray_cluster = Deadline(timeout), dict[str, Any](), dict[str, Any]()
-    grace_ends: Deadline | None = None
-    selections = [Selection(RAYJOB, fields=f"metadata.name={job_name}"),
-                  Selection(RAYCLUSTER, fields=f"metadata.name={cluster_name}")]  # fmt: skip
-    with Follower(cluster, selections) as follower:
-        while not deadline.is_over:
-            pair = follower.take(min(deadline.left, grace_ends.left if grace_ends else 60.0))
-            if pair is not None and pair[0].kind == RAYJOB:
-                job = pair[1].object
-                if pair[1].type == "DELETED":
-                    raise make_deleted_error(RAYJOB, job_name)
-            elif pair is not None:
-                # KubeRay deletes the cluster of a job that has ended; the job says so as well.
-                ray_cluster = {} if pair[1].type == "DELETED" else pair[1].object
-            status = job.get("status") or {}
-            job_id = str(status.get("jobId") or "")
-            if status.get("jobStatus"):
-                return Driver(job_id, "KubeRay")
-            if status.get("jobDeploymentStatus") in ENDED:
-                raise make_ended_error(job)
-            if not job_id or not is_provisioned(ray_cluster):
-                continue
+    deadline, grace_ends = Deadline(timeout), None
+    while True:
+        job, ray_cluster = cluster.get(RAYJOB, job_name), cluster.get(RAYCLUSTER, cluster_name)
+        if job is None:
+            raise make_deleted_error(RAYJOB, job_name)
+        status = job.get("status") or {}
+        job_id = str(status.get("jobId") or "")
+        if status.get("jobStatus"):
+            return Driver(job_id, "KubeRay")
+        if status.get("jobDeploymentStatus") in ENDED:
+            raise make_ended_error(job)
+        if job_id and ray_cluster is not None and is_provisioned(ray_cluster):
             if grace_ends is None:
                 grace_ends = Deadline(grace)
                 report(
                     f"RayCluster {cluster_name} is provisioned; KubeRay has {grace:.0f} s to "
                     "submit the driver"
                 )
-            if grace_ends.is_over:
+            if not grace_ends.left:
                 return _submit(cluster, job, ray_cluster, job_id, report)
+        if not deadline.pause():
+            break
     missing = "is not provisioned" if grace_ends is None else "is provisioned"
     raise ClusterError(
         f"The driver of RayJob {job_name} was not submitted within {timeout:.0f} s: "
@@ -192,7 +185,7 @@ def _submit(
 def _read_runtime_env(text: str | None) -> Any:
     if not text:
         return None
-    from rollway.plain import read_yaml
+    from rollway.yaml_input import read_yaml
 
     return read_yaml(text, "runtimeEnvYAML")
 
@@ -206,3 +199,26 @@ def make_ended_error(job: Object) -> ClusterError:
         f"{': ' + words if words else '.'}",
         "`rollway k8s logs --role driver` has its output, if it got that far.",
     )
+
+
+def upload(dashboard: RayDashboard, folder: Path) -> str:
+    """Upload a directory to Ray; return its address for `working_dir`."""
+    if not folder.is_dir():
+        raise UsageError(f"There is no directory {folder}.", "Correct `launch.code.path`.")
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and not _SKIPPED.intersection(path.relative_to(folder).parts):
+                # A fixed date: the same files are the same package.
+                entry = zipfile.ZipInfo(str(path.relative_to(folder)))
+                entry.external_attr = path.stat().st_mode << 16
+                archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+                if content.tell() > _LARGEST_UPLOAD:
+                    raise UsageError(
+                        f"{folder} has more than {_LARGEST_UPLOAD >> 20} MiB.",
+                        "Use `launch.code.source: volume` or `image`.",
+                    )
+    digest = hashlib.sha256(content.getvalue()).hexdigest()[:16]
+    name = f"_ray_pkg_{digest}.zip"
+    dashboard.upload(name, content.getvalue())
+    return f"gcs://{name}"

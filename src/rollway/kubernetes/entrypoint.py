@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from rollway.errors import SpecError
 
 _REFERENCE = re.compile(r"\$\{((?:dynamo|deployments)\.[^}]*)\}")
+_COMMENT = re.compile(r"(^|[\s;])#[^\n]*")
+_SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
 _ALWAYS_TRUE = ("true", ":", "exit 0", "echo")
-_OPERATORS = ("||", "&&", "|&", "|", ";", "&", "\n")
-_ENDS = (";", "\n")
 _FIX = "Write to a file with `>`, or run it as `bash -o pipefail -c '…'`."
 
 
@@ -51,115 +51,50 @@ def explain_hidden_status(text: str) -> str | None:
     """Return how an entry point hides the exit status of its driver; None if it does not.
 
     Any pipeline that ends in `tee` is named, and whatever the last command does to the status."""
-    commands = split_commands(text)
-    if not commands:
-        return None
-    for position, (command, operator) in enumerate(commands):
-        words = split_words(command)
-        after_pipe = position > 0 and commands[position - 1][1] in ("|", "|&")
-        if after_pipe and words[:1] == ["tee"]:
-            return f"It ends a pipe with `tee`, whose exit status is taken for the driver's. {_FIX}"
+    commands = _split_commands(text)
+    before = ""
+    for position, (words, operator) in enumerate(commands):
+        is_last = position == len(commands) - 1
+        if before in ("|", "|&") and (words[:1] == ["tee"] or is_last):
+            return f"It ends a pipe, whose last command decides the exit status. {_FIX}"
         if (script := _find_script(words)) is not None and (why := explain_hidden_status(script)):
             return why
-        if operator == "&" and position == len(commands) - 1:
+        if is_last and operator == "&":
             return "It runs its last command in the background. Remove the `&`."
-    last, before = commands[-1][0], commands[-2][1] if len(commands) > 1 else ""
-    if before in ("|", "|&"):
-        return f"It ends with a pipe, whose last command decides the exit status. {_FIX}"
-    if before in ("||", ";", "\n") and last.startswith(_ALWAYS_TRUE):
-        return f"Its last command is `{last[:40]}`, which succeeds always. Remove it."
+        last = " ".join(words)
+        if is_last and before in ("||", ";", "\n") and last.startswith(_ALWAYS_TRUE):
+            return f"Its last command is `{last[:40]}`, which succeeds always. Remove it."
+        before = operator
     return None
+
+
+def _split_commands(text: str) -> list[tuple[list[str], str]]:
+    """Split a script into simple commands, each with the operator that follows it; nothing for a
+    script that `sh` would not read. A pipe in `$(…)` hides nothing of the command around it."""
+    text = _COMMENT.sub(r"\1", text).strip()
+    for _ in range(text.count("$(") + 1):
+        text = _SUBSTITUTION.sub("x", text)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|<>\n")
+    lexer.whitespace, lexer.whitespace_split = " \t", True
+    commands: list[tuple[list[str], str]] = [([], "")]
+    try:
+        for token in lexer:
+            if set(token) <= set(";&|\n"):
+                # A line end after an operator continues the line.
+                commands[-1] = (commands[-1][0], token.strip("\n") or "\n")
+                commands.append(([], ""))
+            elif commands[-1][0] or not re.fullmatch(r"\w+=.*", token, re.DOTALL):
+                commands[-1][0].append(token)
+    except ValueError:
+        return []
+    return [(words, operator) for words, operator in commands if words]
 
 
 def _find_script(words: list[str]) -> str | None:
     """Return the script that a command hands to a shell without `pipefail`."""
-    if not words or words[0].rpartition("/")[2] not in ("sh", "bash", "dash", "exec"):
-        return None
-    if words[0] == "exec":
+    if words[:1] == ["exec"]:
         return _find_script(words[1:])
-    for index, word in enumerate(words[1:], 1):
-        if word.startswith("-") and not word.startswith("--") and word.endswith("c"):
-            script = words[index + 1] if index + 1 < len(words) else ""
-            return None if "pipefail" in words or "pipefail" in script else script
-    return None
-
-
-def split_words(command: str) -> list[str]:
-    """Return the words of a simple command, without the variables that it sets."""
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        return []  # `sh` says what is wrong with it
-    while words and re.fullmatch(r"\w+=.*", words[0], re.DOTALL):
-        words = words[1:]
-    return words
-
-
-def split_commands(text: str) -> list[tuple[str, str]]:
-    """Split a script into simple commands, each with the operator that follows it.
-
-    Quotes, comments and command substitutions are skipped over: a pipe in `$(…)` hides nothing of
-    the command around it."""
-    commands: list[tuple[str, str]] = []
-    command, position = "", 0
-    while position < len(text):
-        end = _skip(text, position)
-        operator = "" if end > position else _read_operator(text, position)
-        if operator:
-            commands.append((command.strip(), operator))
-            command, position = "", position + len(operator)
-            continue
-        end = max(end, position + 1)
-        command += "" if _begins_comment(text, position) else text[position:end]
-        position = end
-    commands.append((command.strip(), ""))
-    # A line end after an operator continues the line, and one at the end ends nothing.
-    kept = [(command, operator) for command, operator in commands if command]
-    if kept and kept[-1][1] in _ENDS:
-        kept[-1] = (kept[-1][0], "")
-    return kept
-
-
-def _read_operator(text: str, position: int) -> str:
-    """Return the operator that begins here; "" for a sign that belongs to a redirection."""
-    operator = next((sign for sign in _OPERATORS if text.startswith(sign, position)), "")
-    before, after = text[position - 1 : position], text[position + 1 : position + 2]
-    is_redirection = (operator in ("&", "|") and before in ("<", ">")) or (
-        operator == "&" and after == ">"  # 2>&1, >|file, &>file
-    )
-    return "" if is_redirection else operator
-
-
-def _begins_comment(text: str, position: int) -> bool:
-    before = text[position - 1 : position]
-    return text[position] == "#" and (not before or before.isspace() or before == ";")
-
-
-def _skip(text: str, position: int) -> int:
-    """Return the position after the quoted, escaped or substituted part, or the comment, that
-    begins here; the same position if none does."""
-    character = text[position]
-    if character == "\\":
-        return position + 2
-    if character == "'":
-        return _find(text, "'", position + 1) + 1
-    if _begins_comment(text, position):
-        return _find(text, "\n", position)
-    if character in ('"', "`"):
-        return _skip_until(text, position + 1, character, "\\$")
-    if text.startswith("$(", position):
-        return _skip_until(text, position + 2, ")")
-    return position
-
-
-def _skip_until(text: str, position: int, end: str, special: str = "") -> int:
-    """Return the position after `end`; in double quotes only `special` signs have a meaning."""
-    while position < len(text) and text[position] != end:
-        nested = not special or text[position] in special
-        position = max(_skip(text, position) if nested else 0, position + 1)
-    return position + 1
-
-
-def _find(text: str, sign: str, start: int) -> int:
-    end = text.find(sign, start)
-    return len(text) if end < 0 else end
+    if not words or words[0].rpartition("/")[2] not in ("sh", "bash", "dash") or "-c" not in words:
+        return None
+    script = "".join(words[words.index("-c") + 1 :][:1])
+    return None if "pipefail" in words or "pipefail" in script else script

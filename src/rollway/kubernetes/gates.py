@@ -7,34 +7,36 @@
     frontend   it answers HTTP, and lists every model and as many workers as the spec asks for
                (a pod may be ready while its frontend answers 503)
 
-One watch of graphs and one of pods serve any number of graphs. A frontend is asked only behind the
-first two gates, and once a second at most.
+One list of graphs and one of pods a second serve any number of graphs. A frontend is asked only
+behind the first two gates.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollway.errors import ClusterError, Forbidden, NotReady, RollwayError
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.connection import Unavailable
-from rollway.kubernetes.expected import count_workers, read_expected, read_models
-from rollway.kubernetes.kinds import EVENT, POD, Kind, Object, find_kind
-from rollway.kubernetes.names import (
+from rollway.errors import Forbidden, NotReady, RollwayError
+from rollway.kubernetes.client import Cluster, Unavailable, make_deleted_error
+from rollway.kubernetes.objects import (
+    DGD,
     DGD_LABEL,
+    EVENT,
     HTTP_PORT,
-    RUN_LABEL,
+    MAIN,
+    POD,
+    Object,
+    find_frontend,
+    is_worker_namespace,
     select_pods,
-    select_run,
 )
-from rollway.kubernetes.watches import Change, Follower, Selection
 
 ASK_SECONDS = 1.0
-"""Between two questions to one frontend."""
 LOG_LINES = 10
 _DOWN = frozenset({500, 502, 503, 504})
 _ASKERS = 8
@@ -48,9 +50,11 @@ class GateState:
     operator: bool = False
     pods: bool = False
     frontend: bool = False
-    why: str = "the operator has not said anything yet"
+    why: str = ""
     pod: str = ""
     """The pod that holds it up, if it is one."""
+    failed: bool = False
+    """Whether the operator says that it will never be ready."""
 
     @property
     def gate(self) -> str:
@@ -59,13 +63,8 @@ class GateState:
         return next((name for name, passed in gates.items() if not passed), "")
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "operator": self.operator,
-            "pods": self.pods,
-            "frontend": self.frontend,
-            "why": self.why,
-        }
+        names = ("name", "operator", "pods", "frontend", "why")
+        return {name: getattr(self, name) for name in names}
 
 
 def wait_until_ready(
@@ -86,164 +85,77 @@ def wait_until_ready(
         NotReady: a graph failed, or is not ready in time. It names the gate and what holds it up.
         ClusterError: a graph was deleted meanwhile.
     """
-    if not graphs:
-        return
-    Gates(cluster, graphs).wait(timeout, on_change)
+    begun, gates = time.monotonic(), Gates(cluster)
+    wanted = {g["metadata"]["name"]: int(g["metadata"].get("generation") or 0) for g in graphs}
+    shown: dict[str, GateState] = {}
+    while wanted:
+        live = {body["metadata"]["name"]: body for body in cluster.list(DGD)}
+        for name in wanted:
+            if name not in live:
+                raise make_deleted_error(DGD, name)
+        states = gates.read([live[name] for name in wanted], wanted)
+        if states != shown:
+            shown = states
+            on_change(states)
+        waiting = [state for state in states.values() if state.gate]
+        if not waiting:
+            return
+        for state in waiting:
+            limit = timeout if isinstance(timeout, (int, float)) else timeout[state.name]
+            if state.failed:
+                raise gates.explain(state, "failed")
+            if time.monotonic() - begun > limit:
+                raise gates.explain(state, f"is not ready after {limit:.0f} s")
+        time.sleep(ASK_SECONDS)
 
 
 def read_gates(cluster: Cluster, graphs: Sequence[Object]) -> dict[str, GateState]:
     """Return where graphs stand now; `graphs` are as the API server has them."""
-    if not graphs:
-        return {}
-    gates = Gates(cluster, graphs)
-    for entry in graphs:
-        gates.take(Change("ADDED", entry))
-    for pod in cluster.list(POD, labels=select_pods(list(gates.states)))[0]:
-        gates.take_pod(Change("ADDED", pod))
-    for name, state in list(gates.states.items()):
-        try:
-            gates.judge(name)
-        except NotReady as error:  # shown beside the others
-            gates.states[name] = replace(state, why=error.message, pod=error.pod)
-    try:
-        gates.ask_frontends()
-    except Forbidden:  # who may look at objects only still sees the other gates
-        for name, state in gates.states.items():
-            if state.gate == "frontend":
-                gates.states[name] = replace(state, why="you may not ask its frontend")
-    return gates.states
+    return Gates(cluster, shows_only=True).read(graphs, {})
 
 
 @dataclass
-class _Graph:
-    generation: int
-    live: Object | None = None
-    pods: dict[str, Object] = field(default_factory=dict)
-    asked: float = 0.0
-
-
 class Gates:
-    """The gates of several graphs, from what watches and frontends say."""
+    """Reads the gates of graphs; a frontend that has served is not asked again."""
 
-    def __init__(self, cluster: Cluster, graphs: Sequence[Object]) -> None:
-        self._cluster = cluster
-        self._kind: Kind = find_kind(graphs[0])
-        self._graphs = {
-            graph["metadata"]["name"]: _Graph(int(graph["metadata"].get("generation") or 0))
-            for graph in graphs
-        }
-        self.states = {name: GateState(name) for name in self._graphs}
-        runs = {(graph["metadata"].get("labels") or {}).get(RUN_LABEL) for graph in graphs}
-        run = runs.pop() if len(runs) == 1 else None
-        self._labels = select_run(run) if run else ""
+    cluster: Cluster
+    shows_only: bool = False
+    """Whether who may look at objects only still sees the other gates."""
+    pods: dict[str, dict[str, Object]] = field(default_factory=dict)
+    """The pods of each graph, by name."""
+    serving: set[str] = field(default_factory=set)
 
-    def wait(
-        self,
-        timeout: float | Mapping[str, float],
-        on_change: Callable[[Mapping[str, GateState]], None],
-    ) -> None:
-        begun = time.monotonic()
-        limits = {
-            name: timeout if isinstance(timeout, (int, float)) else timeout[name]
-            for name in self._graphs
-        }
-        pods = Selection(POD, select_pods(list(self._graphs)))
-        with Follower(self._cluster, [Selection(self._kind, self._labels), pods]) as follower:
-            shown: dict[str, GateState] = {}
-            while any(state.gate for state in self.states.values()):
-                for name, state in self.states.items():
-                    if state.gate and time.monotonic() - begun > limits[name]:
-                        raise self._explain(state, f"is not ready after {limits[name]:.0f} s")
-                touched = set()
-                item = follower.take(self._find_pause(begun, limits))
-                while item is not None:  # all that is there, so that a burst is judged once
-                    selection, change = item
-                    touched.add(self.take_pod(change) if selection is pods else self.take(change))
-                    item = follower.take(0.0)
-                for name in touched & set(self._graphs):
-                    self.judge(name)
-                self.ask_frontends()
-                if self.states != shown:
-                    shown = dict(self.states)
-                    on_change(shown)
+    def read(
+        self, graphs: Sequence[Object], generations: Mapping[str, int]
+    ) -> dict[str, GateState]:
+        if not graphs:
+            return {}
+        names = [graph["metadata"]["name"] for graph in graphs]
+        self.pods = {name: {} for name in names}
+        for pod in self.cluster.list(POD, labels=select_pods(names)):
+            self.pods[pod["metadata"]["labels"][DGD_LABEL]][pod["metadata"]["name"]] = pod
+        with ThreadPoolExecutor(min(len(graphs), _ASKERS)) as pool:
+            states = list(pool.map(lambda graph: self._judge(graph, generations), graphs))
+        self.serving = {state.name for state in states if state.frontend}
+        return dict(zip(names, states, strict=True))
 
-    def take(self, change: Change) -> str:
-        """Remember a graph; return its name. Raise if it was deleted."""
-        graph = self._graphs.get(change.name)
-        if graph is None:
-            return ""
-        if change.type == "DELETED":
-            raise ClusterError(
-                f"{self._kind.kind} {change.name} was deleted while its readiness was awaited.",
-                "Somebody else removed it; run the command again to create it.",
-            )
-        graph.live = change.object
-        return change.name
+    def _judge(self, graph: Object, generations: Mapping[str, int]) -> GateState:
+        name = str(graph["metadata"]["name"])
+        pod, pods_why = _judge_pods(self.pods[name], read_expected(graph).pods)
+        if why := _judge_operator(graph, generations.get(name, 0)):
+            return GateState(name, why=why, pod=pod, failed=why.startswith("failed"))
+        if pods_why:
+            return GateState(name, operator=True, why=pods_why, pod=pod)
+        try:
+            why = "" if name in self.serving else self._ask_frontend(graph)
+        except Forbidden:
+            if not self.shows_only:
+                raise
+            why = "you may not ask its frontend"
+        return GateState(name, operator=True, pods=True, frontend=not why, why=why)
 
-    def take_pod(self, change: Change) -> str:
-        """Remember what is needed of a pod; return its graph's name."""
-        labels = change.object["metadata"].get("labels") or {}
-        name = str(labels.get(DGD_LABEL) or "")
-        graph = self._graphs.get(name)
-        if graph is None:
-            return ""
-        if change.type == "DELETED":
-            graph.pods.pop(change.name, None)
-        else:
-            meta, status = change.object["metadata"], change.object.get("status") or {}
-            kept = ("name", "deletionTimestamp")
-            graph.pods[change.name] = {
-                "metadata": {key: meta[key] for key in kept if key in meta},
-                "status": {
-                    "phase": status.get("phase"),
-                    "containerStatuses": status.get("containerStatuses") or [],
-                    "conditions": status.get("conditions") or [],
-                },
-            }
-        return name
-
-    def judge(self, name: str) -> None:
-        """Set the state of a graph by what its objects say.
-
-        Raises:
-            NotReady: the operator says that it failed.
-        """
-        graph = self._graphs[name]
-        if graph.live is None:
-            return
-        state = GateState(name, frontend=self.states[name].frontend)
-        why = _judge_operator(graph.live, graph.generation)
-        if why.startswith("failed"):
-            raise self._explain(replace(state, why=why), "failed")
-        pod, pods_why = _judge_pods(graph.pods, read_expected(graph.live).pods)
-        if why:
-            self.states[name] = replace(state, frontend=False, why=why, pod=pod)
-        elif pods_why:
-            self.states[name] = replace(state, operator=True, frontend=False, why=pods_why, pod=pod)
-        else:
-            why = "" if state.frontend else "its frontend was not asked yet"
-            self.states[name] = replace(state, operator=True, pods=True, why=why)
-
-    def ask_frontends(self) -> None:
-        """Ask the frontends of all graphs behind the first two gates, several at once."""
-        now = time.monotonic()
-        due = [
-            name
-            for name, state in self.states.items()
-            if state.gate == "frontend" and now - self._graphs[name].asked >= ASK_SECONDS
-        ]
-        if not due:
-            return
-        for name in due:
-            self._graphs[name].asked = now
-        with ThreadPoolExecutor(min(len(due), _ASKERS)) as pool:
-            for name, why in zip(due, pool.map(self._ask_frontend, due), strict=True):
-                self.states[name] = replace(self.states[name], frontend=not why, why=why)
-
-    def _ask_frontend(self, name: str) -> str:
+    def _ask_frontend(self, live: Object) -> str:
         """Return why a frontend does not serve yet, or nothing."""
-        live = self._graphs[name].live
-        assert live is not None
         expected = read_expected(live)
         if expected.frontend is None:  # a pool of workers for other graphs' frontends
             return ""
@@ -252,7 +164,7 @@ class Gates:
             return f"its frontend answers {status}"
         if status == 404:  # it serves HTTP, and has no listing
             return ""
-        workers = count_workers(body, self._cluster.namespace, live)
+        workers = count_workers(body, self.cluster.namespace, live)
         if workers is not None and workers < expected.workers:
             return f"its frontend lists {workers} of {expected.workers} workers"
         status, body = self._ask(expected.frontend, "/v1/models")
@@ -268,30 +180,17 @@ class Gates:
 
     def _ask(self, service: str, path: str) -> tuple[int, bytes]:
         try:
-            return self._cluster.ask_service(service, HTTP_PORT, path)
-        except Unavailable:  # an API server that restarts; the watches end if it stays away
+            return self.cluster.ask_service(service, HTTP_PORT, path)
+        except Unavailable:  # an API server that restarts
             return 503, b""
 
-    def _find_pause(self, begun: float, limits: Mapping[str, float]) -> float:
-        """Return how long nothing is due, if no change comes."""
-        now = time.monotonic()
-        waiting = [name for name, state in self.states.items() if state.gate]
-        due = [begun + limits[name] - now for name in waiting]
-        due += [
-            self._graphs[name].asked + ASK_SECONDS - now
-            for name in waiting
-            if self.states[name].gate == "frontend"
-        ]
-        return max(0.01, min(due, default=ASK_SECONDS))
-
-    def _explain(self, state: GateState, what: str) -> NotReady:
+    def explain(self, state: GateState, what: str) -> NotReady:
         """Make the error: the gate, the pod that holds it up, its last event and log lines."""
-        graph = self._graphs[state.name]
-        pod = state.pod or _judge_pods(graph.pods, 0)[0]
-        event = self._read_event(pod or state.name)
-        log = self._read_log(pod) if pod else []
+        pods = self.pods[state.name]
+        pod = state.pod or _judge_pods(pods, 0)[0]
+        event = find_last_event(self.cluster, pod or state.name)
         parts = [f"DynamoGraphDeployment {state.name} {what}: {state.why}"]
-        parts += [f"pod {pod}: {_describe_pod(graph.pods[pod])}"] if pod in graph.pods else []
+        parts += [f"pod {pod}: {_describe_pod(pods[pod])}"] if pod else []
         parts += [f"last event: {event}"] if event else []
         return NotReady(
             f"{'; '.join(parts)}.",
@@ -300,23 +199,29 @@ class Gates:
             gate=state.gate,
             pod=pod,
             event=event,
-            log=log,
+            log=self._read_log(pod) if pod else [],
         )
-
-    def _read_event(self, name: str) -> str:
-        try:
-            events, _ = self._cluster.list(EVENT, fields=f"involvedObject.name={name}")
-        except RollwayError:
-            return ""
-        events.sort(key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime") or ""))
-        last = events[-1] if events else None
-        return f"{last.get('reason')}: {last.get('message')}" if last else ""
 
     def _read_log(self, pod: str) -> list[str]:
         try:
-            return list(self._cluster.read_log(pod, tail=LOG_LINES))
+            return list(self.cluster.read_log(pod, tail=LOG_LINES))
         except RollwayError:  # a container that never started has none
             return []
+
+
+def find_last_event(cluster: Cluster, name: str) -> str:
+    """Return the newest event of an object as `reason: message`; "" without one."""
+    try:
+        events = cluster.list(EVENT, fields=f"involvedObject.name={name}")
+    except RollwayError:
+        return ""
+    if not events:
+        return ""
+    newest = max(events, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime")))
+    return f"{newest.get('reason', '')}: {newest.get('message', '')}"
+
+
+# --- what objects say ----------------------------------------------------------------------------
 
 
 def _judge_operator(live: Object, generation: int) -> str:
@@ -347,7 +252,7 @@ def _judge_pods(pods: Mapping[str, Object], expected: int) -> tuple[str, str]:
         pod
         for pod in pods.values()
         if not pod["metadata"].get("deletionTimestamp")
-        and pod["status"].get("phase") not in ("Succeeded", "Failed")
+        and (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed")
     ]
     waiting = [pod for pod in counted if not _is_ready(pod)]
     if waiting:
@@ -361,12 +266,12 @@ def _judge_pods(pods: Mapping[str, Object], expected: int) -> tuple[str, str]:
 
 
 def _is_ready(pod: Object) -> bool:
-    containers = pod["status"]["containerStatuses"]
+    containers = (pod.get("status") or {}).get("containerStatuses") or []
     return bool(containers) and all(container.get("ready") for container in containers)
 
 
 def _find_wait(pod: Object) -> str:
-    for container in pod["status"]["containerStatuses"]:
+    for container in (pod.get("status") or {}).get("containerStatuses") or []:
         waiting = (container.get("state") or {}).get("waiting")
         if waiting:
             return f"waiting ({waiting.get('reason') or 'no reason'})"
@@ -374,7 +279,87 @@ def _find_wait(pod: Object) -> str:
 
 
 def _describe_pod(pod: Object) -> str:
-    for condition in pod["status"]["conditions"]:
+    status = pod.get("status") or {}
+    for condition in status.get("conditions") or []:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return f"not scheduled ({condition.get('message') or condition.get('reason')})"
-    return _find_wait(pod) or f"phase {pod['status'].get('phase')}, not ready"
+    return _find_wait(pod) or f"phase {status.get('phase')}, not ready"
+
+
+# --- what a spec asks for ------------------------------------------------------------------------
+
+_WORKER_TYPES = frozenset({"worker", "prefill", "decode"})
+_MODEL_FLAGS = ("--served-model-name", "--model-name")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the spec of a graph asks for."""
+
+    pods: int
+    workers: int
+    models: tuple[str, ...]
+    frontend: str | None
+    """The Service of its frontend."""
+
+
+def read_expected(graph: Object) -> Expected:
+    """Return what a graph's spec asks for."""
+    pods = workers = 0
+    models: list[str] = []
+    for part in graph["spec"].get("components") or []:
+        replicas = 1 if part.get("replicas") is None else int(part["replicas"])
+        pods += replicas * int((part.get("multinode") or {}).get("nodeCount") or 1)
+        if part.get("type") in _WORKER_TYPES and replicas:
+            workers += replicas
+            models += _find_models(_find_arguments(part))
+    return Expected(pods, workers, tuple(dict.fromkeys(models)), find_frontend(graph))
+
+
+def _find_arguments(part: Mapping[str, Any]) -> list[str]:
+    """Return the words of a component's command, also those inside of `sh -c`."""
+    containers = ((part.get("podTemplate") or {}).get("spec") or {}).get("containers") or []
+    container: Mapping[str, Any] = next((c for c in containers if c.get("name") == MAIN), {})
+    words = [*(container.get("command") or []), *(container.get("args") or [])]
+    split: list[str] = []
+    for word in map(str, words):
+        try:
+            split += shlex.split(word) if " " in word else [word]
+        except ValueError:
+            split += word.split()
+    return split
+
+
+def _find_models(words: Sequence[str]) -> Iterable[str]:
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        flag, given, value = word.partition("=")
+        name = value if given else following
+        # A variable is known in the pod only.
+        if flag in _MODEL_FLAGS and name and "$" not in name:
+            yield name
+
+
+def count_workers(body: bytes, namespace: str, graph: Object) -> int | None:
+    """Return how many workers of a graph a frontend's `/health` lists; None without a listing."""
+    name = graph["metadata"]["name"]
+    status = graph.get("status") or {}
+    components = status.get("components") or {}
+    reported = {part.get("runtimeNamespace") for part in components.values()}
+
+    def is_ours(entry: Mapping[str, Any]) -> bool:
+        where = str(entry.get("namespace"))
+        return where in reported or is_worker_namespace(where, namespace, name)
+
+    try:
+        workers = [e for e in json.loads(body)["instances"] if e.get("endpoint") == "generate"]
+        return len({entry["instance_id"] for entry in workers if is_ours(entry)})
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def read_models(body: bytes) -> list[str] | None:
+    """Return the models that a frontend's `/v1/models` lists; None without a listing."""
+    try:
+        return [str(entry["id"]) for entry in json.loads(body)["data"]]
+    except (ValueError, LookupError, TypeError):
+        return None

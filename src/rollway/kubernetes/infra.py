@@ -11,19 +11,19 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from rollway.errors import SpecError, UsageError
-from rollway.kubernetes.names import Object, check_image, check_labels, check_name
+from rollway.kubernetes.objects import Object, check_image, check_name
 from rollway.kubernetes.spec import Infra as Infra
-from rollway.plain import apply_override, check_plain, copy_plain, describe_error, read_yaml
+from rollway.yaml_input import apply_override, describe_error, read_documents
 
 DEFAULTS_VARIABLE = "ROLLWAY_K8S_DEFAULTS"
 """Names a file of defaults; without it ~/.config/rollway/k8s.yaml is read, if it is there."""
-LARGEST_FILE = 1 << 20  # bytes
 
 
 def load_infra(
@@ -44,15 +44,12 @@ def load_infra(
         )
     if infra is None and not isinstance(inside, dict):
         raise UsageError(f"{recipe} has no `infra:` section.", "Give `--infra FILE`, or add one.")
-    layers = [_read_user_defaults()]
     source = infra or recipe or Path()
-    layers.append(_resolve_paths(read_document(infra) if infra else dict(inside or {}), source))
-    data: Object = {}
-    for layer in layers:
-        data = merge(data, layer)
+    own = read_document(infra) if infra else dict(inside or {})
+    data = merge(_read_user_defaults(), _resolve_paths(own, source.parent))
     for override in overrides:
         apply_override(data, override)
-    _resolve_overrides(data)
+    _resolve_paths(data, Path(), confined=False)  # what `--set` names
     if not data.get("name"):
         data["name"] = re.sub(r"[^a-z0-9]+", "-", (recipe or source).stem.lower()).strip("-")
     parsed = parse_infra(data)
@@ -62,7 +59,6 @@ def load_infra(
 
 def parse_infra(data: Mapping[str, Any]) -> Infra:
     """Validate plain data; a SpecError names each wrong field by its path."""
-    check_plain(data, "The infra file")
     try:
         infra = Infra.model_validate(data)
     except ValidationError as error:
@@ -72,10 +68,6 @@ def parse_infra(data: Mapping[str, Any]) -> Infra:
         check_name("Service", infra.namespace, "namespace")
     if infra.image:
         check_image(infra.image, "image")
-    check_labels(infra.labels, "labels")
-    for section in ("dynamo", "kuberay", "deployments"):
-        for key, part in getattr(infra, section).items():
-            check_labels(part.labels, f"{section}.{key}.labels")
     taken = {volume.mountPath: name for name, volume in infra.all_volumes.items()}
     if len(taken) < len(infra.all_volumes):
         raise SpecError("Two volumes have one `mountPath`.", "Mount each elsewhere.")
@@ -88,38 +80,33 @@ def merge(base: Object, over: Mapping[str, Any]) -> Object:
     for key, value in over.items():
         known = result.get(key)
         both = isinstance(known, dict) and isinstance(value, dict)
-        result[key] = merge(known, value) if both else copy_plain(value)  # type: ignore[arg-type]
+        result[key] = merge(known, value) if both else deepcopy(value)  # type: ignore[arg-type]
     return result
 
 
 def read_document(path: Path) -> Object:
     """Read a YAML or TOML file that is a mapping."""
-    text = read_text(path)
     if path.suffix == ".toml":
         try:
-            return tomllib.loads(text)
+            return tomllib.loads(_read_text(path))
         except tomllib.TOMLDecodeError as error:
             raise SpecError(f"{path} is not valid TOML: {error}.", "Correct it.") from error
-    data = read_yaml(text, str(path))
+    [data] = read_yaml_documents(path) or [None]
     if not isinstance(data, dict):
         raise SpecError(f"{path} is not a mapping of fields.", "See docs/kubernetes.md.")
     return data
 
 
-def read_text(path: Path) -> str:
-    """Read a file of bounded size."""
+def read_yaml_documents(path: Path) -> list[Any]:
+    """Read all documents of a YAML file."""
+    return read_documents(_read_text(path), str(path))
+
+
+def _read_text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-        text = content.decode()
-    except FileNotFoundError:
-        raise UsageError(f"There is no file {path}.", "Check the path.") from None
+        return path.read_text()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{path} cannot be read: {reason}.", "Check the file.") from error
-    if len(content) > LARGEST_FILE:
-        raise SpecError(f"{path} has more than {LARGEST_FILE >> 20} MiB.", "Is it the right file?")
-    return text
+        raise UsageError(f"{path} cannot be read: {error}.", "Check the path.") from error
 
 
 def find_user_defaults() -> Path:
@@ -133,45 +120,30 @@ def _read_user_defaults() -> Object:
     path = find_user_defaults()
     if not path.is_file() and DEFAULTS_VARIABLE not in os.environ:
         return {}
-    return _resolve_paths(read_document(path), path)
+    return _resolve_paths(read_document(path), path.parent)
 
 
-def _resolve_paths(data: Object, source: Path) -> Object:
-    """Make the paths that a file names absolute; raise SpecError if one leads out of its folder."""
-    folder = source.resolve().parent
-    for where, part, field in _list_paths(data):
-        resolved = (folder / part[field]).resolve()
-        if not resolved.is_relative_to(folder):
-            raise SpecError(
-                f"`{where}`: {part[field]} is outside of {folder}, the folder of {source.name}.",
-                "Put the file beside it, or below it.",
-            )
-        part[field] = str(resolved)
-    return data
-
-
-def _resolve_overrides(data: Object) -> None:
-    """Make what `--set` names absolute. Whoever types a path may name any."""
-    for _, part, field in _list_paths(data):
-        part[field] = str(Path(part[field]).resolve())
-
-
-def _list_paths(data: Object) -> list[tuple[str, Object, str]]:
-    """Return the fields that name files of this machine: each by name, its mapping and its key."""
-    graphs, launch = data.get("dynamo"), data.get("launch")
+def _resolve_paths(data: Object, folder: Path, *, confined: bool = True) -> Object:
+    """Make the paths of files of this machine absolute, relative to a folder; raise SpecError for
+    one that leads out of it. Only who types a path may name any."""
+    graphs, code = data.get("dynamo"), (data.get("launch") or {}).get("code")
     parts = [
-        (f"dynamo.{key}", part, field)
-        for key, part in (graphs.items() if isinstance(graphs, dict) else ())
+        (f"dynamo.{key}.{field}", part, field)
+        for key, part in (graphs or {}).items()
         for field in ("manifest", "stack")
     ]
-    code = launch.get("code") if isinstance(launch, dict) else None
     if isinstance(code, dict) and code.get("source") == "upload":
-        parts.append(("launch.code", code, "path"))
-    return [
-        (f"{name}.{field}", part, field)
-        for name, part, field in parts
-        if isinstance(part, dict) and isinstance(part.get(field), str)
-    ]
+        parts.append(("launch.code.path", code, "path"))
+    for where, part, field in parts:
+        if isinstance(part, dict) and isinstance(part.get(field), str):
+            path = (folder / part[field]).resolve()
+            if confined and not path.is_relative_to(folder.resolve()):
+                raise SpecError(
+                    f"`{where}`: {part[field]} is outside of {folder}, the folder of the file.",
+                    "Put it beside the file, or below it.",
+                )
+            part[field] = str(path)
+    return data
 
 
 def _check_recipe(recipe: Any, infra: Infra, path: Path | None) -> None:

@@ -6,10 +6,20 @@ import time
 from collections.abc import Iterator
 
 from rollway.errors import ClusterError, UsageError
-from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.driver import JOB_ENDED, find_dashboard
-from rollway.kubernetes.kinds import DGD, POD, RAYCLUSTER, RAYJOB, Object
-from rollway.kubernetes.names import KEY_LABEL, RAY_LABEL, RUN_LABEL, select_pods, select_run
+from rollway.kubernetes.objects import (
+    DGD,
+    KEY_LABEL,
+    POD,
+    RAY_LABEL,
+    RAYCLUSTER,
+    RAYJOB,
+    RUN_LABEL,
+    Object,
+    select_pods,
+    select_run,
+)
 from rollway.kubernetes.spec import TRAINING
 from rollway.kubernetes.teardown import list_kind
 
@@ -48,7 +58,7 @@ def _find_pods(cluster: Cluster, run: str, role: str) -> list[Object]:
     if role in ("head", "workers"):
         name = _find_training_cluster(cluster, run)["metadata"]["name"]
         node = "head" if role == "head" else "worker"
-        return cluster.list(POD, labels=f"{RAY_LABEL}={name},{_NODE_TYPE}={node}")[0]
+        return cluster.list(POD, labels=f"{RAY_LABEL}={name},{_NODE_TYPE}={node}")
     if role == "frontend" or section == "dynamo":
         graphs = list_kind(cluster, DGD, select_run(run))
         names = [
@@ -60,9 +70,9 @@ def _find_pods(cluster: Cluster, run: str, role: str) -> list[Object]:
             return []
         labels = select_pods(names)
         labels += f",{_COMPONENT_TYPE}=frontend" if role == "frontend" else ""
-        return cluster.list(POD, labels=labels)[0]
+        return cluster.list(POD, labels=labels)
     if section in ("kuberay", "deployments"):
-        return cluster.list(POD, labels=f"{select_run(run)},{KEY_LABEL}={role}")[0]
+        return cluster.list(POD, labels=f"{select_run(run)},{KEY_LABEL}={role}")
     pod = cluster.get(POD, role)
     if pod is None:
         raise UsageError(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollway.errors import SpecError
-from rollway.kubernetes.names import Object, check_image
+from rollway.kubernetes.objects import Object, check_image
 from rollway.kubernetes.spec import EnvSecret, Infra, SecretRef
 
 GPU = "nvidia.com/gpu"

@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from rollway.config import FrontendSpec, StackSpec, parse_spec
 from rollway.engine.pod import COMPONENT, SEED
 from rollway.errors import SpecError
 from rollway.kubernetes import pods
-from rollway.kubernetes.names import (
+from rollway.kubernetes.objects import (
     BETA,
     HTTP_PORT,
     KIND,
@@ -27,11 +26,20 @@ from rollway.kubernetes.names import (
     Object,
 )
 from rollway.kubernetes.spec import Infra, PodsSpec, SecretRef
-from rollway.model_spec import ModelSpec, WorkerRole, name_component, name_workers, slug
-from rollway.plain import read_yaml_file
-from rollway.ranks import LAUNCH_ARGS, PlacedWorker, normalise_option
+from rollway.model_spec import (
+    LAUNCH_ARGS,
+    ModelSpec,
+    PlacedWorker,
+    WorkerRole,
+    name_component,
+    name_workers,
+    normalise_option,
+    slug,
+)
+from rollway.spec import FrontendSpec, StackSpec, parse_spec
 from rollway.stack.commands import make_frontend_command, make_planes_env, make_worker_command
 from rollway.stack.preset import Machine
+from rollway.yaml_input import read_yaml_file
 
 FRONTEND = "Frontend"
 POD_IP = "POD_IP"

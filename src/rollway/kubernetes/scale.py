@@ -10,17 +10,21 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rollway.errors import ClusterError, Conflict, UsageError
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.dgd import list_components
-from rollway.kubernetes.kinds import DGD, SCALING_ADAPTER, Kind, Object, find_kind
-from rollway.kubernetes.names import KEY_LABEL, name_adapter, select_run
+from rollway.errors import UsageError
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import (
+    DGD,
+    KEY_LABEL,
+    SCALING_ADAPTER,
+    Object,
+    list_components,
+    name_adapter,
+    select_run,
+)
 from rollway.kubernetes.teardown import list_kind
 from rollway.kubernetes.waits import wait_for
 
-_ATTEMPTS = 8
 _OPERATOR_SECONDS = 60.0
-_MOST = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,6 @@ def parse_change(text: str) -> tuple[str, str, int]:
     key, _, component = left.rpartition(".")
     if not sign or not component or not right.isascii() or not right.isdigit():
         raise UsageError(f"{text!r} is no change of replicas.", "Write COMPONENT=NUMBER.")
-    if int(right) > _MOST:
-        raise UsageError(f"{right} replicas are more than {_MOST}.", "Is it a typing error?")
     return key.removeprefix("dynamo."), component, int(right)
 
 
@@ -58,7 +60,7 @@ def scale(
     Through an adapter it is the operator that changes the graph, a moment later."""
     key, component, replicas = parse_change(change)
     graph = _find_graph(cluster, run, key, component)
-    kind, name = find_kind(graph), graph["metadata"]["name"]
+    name = graph["metadata"]["name"]
     part = _find_component(graph, component)
     before = 1 if part.get("replicas") is None else int(part["replicas"])
     if _has_adapter(part):
@@ -69,44 +71,30 @@ def scale(
         if not dry_run:
             change_body = {"spec": {"replicas": replicas}}
             cluster.patch(SCALING_ADAPTER, adapter, change_body, subresource="scale")
-            graph = _wait_for_operator(cluster, kind, name, component, replicas)
+            graph = _wait_for_operator(cluster, name, component, replicas)
         return scaling, graph
-    scaling = Scaling(run, name, component, before, replicas, kind.kind)
+    scaling = Scaling(run, name, component, before, replicas, DGD.kind)
     if dry_run or before == replicas:
         return scaling, graph
-    return scaling, _patch_replicas(cluster, kind, graph, component, replicas)
+    return scaling, _patch_replicas(cluster, graph, component, replicas)
 
 
-def _wait_for_operator(
-    cluster: Cluster, kind: Kind, name: str, component: str, replicas: int
-) -> Object:
+def _wait_for_operator(cluster: Cluster, name: str, component: str, replicas: int) -> Object:
     return wait_for(
-        cluster, kind, name,
+        cluster, DGD, name,
         lambda body: body if _find_component(body, component).get("replicas") == replicas else None,
         timeout=_OPERATOR_SECONDS, what="was not changed by its operator",
     )  # fmt: skip
 
 
-def _patch_replicas(
-    cluster: Cluster, kind: Kind, graph: Object, component: str, replicas: int
-) -> Object:
-    name = graph["metadata"]["name"]
-    for _ in range(_ATTEMPTS):
-        _find_component(graph, component)["replicas"] = replicas
-        field = "components" if "components" in graph["spec"] else "services"
-        body = {"spec": {field: graph["spec"][field]}}
-        version = graph["metadata"]["resourceVersion"]
-        try:
-            return cluster.patch(kind, name, body, resource_version=version)
-        except Conflict:
-            current = cluster.get(kind, name)
-        if current is None:
-            raise ClusterError(f"{kind.kind} {name} was deleted meanwhile.", "Run again.")
-        graph = current
-    raise ClusterError(
-        f"{kind.kind} {name} was changed by others {_ATTEMPTS} times in between.",
-        "Find out who writes to it all the time (metadata.managedFields), then scale again.",
-    )
+def _patch_replicas(cluster: Cluster, graph: Object, component: str, replicas: int) -> Object:
+    def change(live: Object) -> Object:
+        _find_component(live, component)["replicas"] = replicas
+        if cluster.has_old_graphs:
+            return {"spec": {"services": {component: {"replicas": replicas}}}}
+        return {"spec": {"components": live["spec"]["components"]}}
+
+    return cluster.change(DGD, graph, change)
 
 
 def _find_graph(cluster: Cluster, run: str, key: str, component: str) -> Object:
@@ -117,15 +105,13 @@ def _find_graph(cluster: Cluster, run: str, key: str, component: str) -> Object:
     matches = [
         graph
         for graph, own in zip(graphs, keys, strict=True)
-        if (
-            own.removeprefix("dynamo.") == key if key else component in dict(list_components(graph))
-        )
+        if (own.removeprefix("dynamo.") == key if key else component in list_components(graph))
     ]
     if not matches:
         known = ", ".join(
             f"{own.removeprefix('dynamo.')}.{name}"
             for graph, own in zip(graphs, keys, strict=True)
-            for name, _ in list_components(graph)
+            for name in list_components(graph)
         )
         raise UsageError(f"Run {run} has no component {key or component}.", f"It has {known}.")
     if len(matches) > 1:
@@ -137,7 +123,7 @@ def _find_graph(cluster: Cluster, run: str, key: str, component: str) -> Object:
 
 
 def _find_component(graph: Object, component: str) -> Object:
-    parts = dict(list_components(graph))
+    parts = list_components(graph)
     if component not in parts:
         name = graph["metadata"]["name"]
         raise UsageError(
@@ -147,6 +133,4 @@ def _find_component(graph: Object, component: str) -> Object:
 
 
 def _has_adapter(part: Object) -> bool:
-    adapter = part.get("scalingAdapter")
-    # v1beta1: the presence enables it; v1alpha1: a field does.
-    return adapter is not None and adapter.get("enabled", True)
+    return part.get("scalingAdapter") is not None

@@ -22,8 +22,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rollway.kubernetes.names import Object
-from rollway.plain import SpecPart
+from rollway.kubernetes.objects import Object
+from rollway.yaml_input import SpecPart
 
 TRAINING = "training"
 """The role of the cluster that runs the driver."""
@@ -40,7 +40,12 @@ def _check_keys(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-Labels: TypeAlias = dict[str, str]
+_LabelKey = Annotated[
+    str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
+]
+_LabelValue = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")]
+Labels: TypeAlias = dict[_LabelKey, _LabelValue]
+Annotations: TypeAlias = dict[_LabelKey, str]
 Keyed = AfterValidator(_check_keys)
 
 
@@ -245,7 +250,7 @@ class ClusterSpec(SpecPart):
     """A running RayCluster to use. Rollway neither changes nor deletes it."""
     labels: Labels = Field(default_factory=dict)
     """Labels over those of the infra file."""
-    annotations: Labels = Field(default_factory=dict)
+    annotations: Annotations = Field(default_factory=dict)
     """Annotations over those of the infra file."""
     daemon: DaemonSpec | None = None
     """A job to keep running in it."""
@@ -270,7 +275,7 @@ class DeploymentSpec(SpecPart):
     """How to see that it answers."""
     labels: Labels = Field(default_factory=dict)
     """Labels over those of the infra file."""
-    annotations: Labels = Field(default_factory=dict)
+    annotations: Annotations = Field(default_factory=dict)
     """Annotations over those of the infra file."""
 
 
@@ -306,7 +311,7 @@ class DynamoSpec(SpecPart):
     """Fields merged over `.spec`; components by name."""
     labels: Labels = Field(default_factory=dict)
     """Labels over those of the infra file and of the manifest."""
-    annotations: Labels = Field(default_factory=dict)
+    annotations: Annotations = Field(default_factory=dict)
     """Annotations over those of the infra file and of the manifest."""
     ready_timeout: float = Field(default=7200.0, gt=0)
     """Seconds until the gates must be passed. The operator's startup probes allow two hours."""
@@ -334,7 +339,7 @@ class Infra(SpecPart):
     the operator's, which may read what discovery needs."""
     labels: Labels = Field(default_factory=dict)
     """Labels of all objects."""
-    annotations: Labels = Field(default_factory=dict)
+    annotations: Annotations = Field(default_factory=dict)
     """Annotations of all objects."""
     scheduler: SchedulerSpec = Field(default_factory=SchedulerSpec)
     """Who schedules the pods."""

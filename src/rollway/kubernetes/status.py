@@ -7,29 +7,26 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rollway.errors import ClusterError, Forbidden, NotReady, RollwayError
+from rollway.errors import ClusterError, RollwayError
 from rollway.fleet.discovery import RlListing
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.kubernetes import gates
 from rollway.kubernetes.address import reach_graph
-from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.driver import is_provisioned
-from rollway.kubernetes.kinds import (
+from rollway.kubernetes.objects import (
     DEPLOYMENT,
     DGD,
-    EVENT,
+    DGD_LABEL,
+    KEY_LABEL,
     POD,
+    RAY_LABEL,
     RAYCLUSTER,
     RAYJOB,
     SERVICE,
     Kind,
     Object,
-)
-from rollway.kubernetes.names import (
-    DGD_LABEL,
-    KEY_LABEL,
-    RAY_LABEL,
     find_frontend,
     select_pods,
     select_ray_pods,
@@ -38,12 +35,9 @@ from rollway.kubernetes.names import (
 from rollway.kubernetes.teardown import list_objects
 from rollway.kubernetes.waits import explain_deployment
 
-_MOST_EVENTS = 20
-"""Pods whose events are asked for, one request each."""
-
 
 @dataclass(slots=True)
-class Part:
+class RunPart:
     """An object of a run."""
 
     kind: str
@@ -77,7 +71,7 @@ class RunStatus:
 
     run: str
     namespace: str
-    parts: list[Part]
+    parts: list[RunPart]
     pods: list[PodState]
 
     @property
@@ -106,7 +100,7 @@ def read_status(cluster: Cluster, run: str, targets: tuple[str, ...] = ()) -> Ru
     clusters = _find_clusters(cluster, objects)
     known = {body["metadata"]["uid"] for _, body in objects}
     objects += [(RAYCLUSTER, body) for body in clusters if body["metadata"]["uid"] not in known]
-    states = _read_gates(cluster, [body for kind, body in objects if kind.kind == DGD.kind])
+    states = gates.read_gates(cluster, [body for kind, body in objects if kind == DGD])
     parts = [_describe(kind, body, states) for kind, body in objects]
     return RunStatus(run, cluster.namespace, parts, list(_list_pods(cluster, run, objects)))
 
@@ -119,22 +113,10 @@ def _find_clusters(cluster: Cluster, objects: list[tuple[Kind, Object]]) -> list
     return [body for body in bodies if body is not None]
 
 
-def _read_gates(cluster: Cluster, graphs: list[Object]) -> dict[str, gates.GateState]:
-    """Return where graphs stand; of one that failed what its operator says."""
-    states: dict[str, gates.GateState] = {}
-    for body in graphs:
-        try:
-            states |= gates.read_gates(cluster, [body])
-        except NotReady as error:
-            name = body["metadata"]["name"]
-            states[name] = gates.GateState(name, why=error.message)
-    return states
-
-
-def _describe(kind: Kind, body: Object, states: dict[str, gates.GateState]) -> Part:
+def _describe(kind: Kind, body: Object, states: dict[str, gates.GateState]) -> RunPart:
     metadata, status = body["metadata"], body.get("status") or {}
     owners = metadata.get("ownerReferences") or []
-    part = Part(
+    part = RunPart(
         kind.kind,
         metadata["name"],
         _get_key(body),
@@ -142,7 +124,7 @@ def _describe(kind: Kind, body: Object, states: dict[str, gates.GateState]) -> P
         "",
         ", ".join(f"{owner['kind']} {owner['name']}" for owner in owners),
     )
-    if kind.kind == DGD.kind:
+    if kind == DGD:
         _describe_graph(body, part, states[part.name])
     elif kind == RAYJOB:
         _describe_job(body, part)
@@ -162,7 +144,7 @@ def _describe(kind: Kind, body: Object, states: dict[str, gates.GateState]) -> P
     return part
 
 
-def _describe_job(body: Object, part: Part) -> None:
+def _describe_job(body: Object, part: RunPart) -> None:
     status = body.get("status") or {}
     part.state = status.get("jobDeploymentStatus") or "not seen by KubeRay"
     part.details = {
@@ -173,14 +155,14 @@ def _describe_job(body: Object, part: Part) -> None:
         "message": status.get("message") or "",
     }
     if part.details["suspend"]:
-        part.waits_for = "the gates of its graphs; `rollway k8s run` resumes it"
+        part.waits_for = "the gates of its graphs; `rollway k8s run --resume` goes on"
     elif not part.details["ray_cluster"] and part.state not in ("Complete", "Failed"):
         part.waits_for = "a RayCluster"
     elif not part.details["driver_state"] and part.state not in ("Complete", "Failed"):
         part.waits_for = "its driver to be submitted"
 
 
-def _describe_graph(body: Object, part: Part, state: gates.GateState) -> None:
+def _describe_graph(body: Object, part: RunPart, state: gates.GateState) -> None:
     status = body.get("status") or {}
     part.state = status.get("state") or "not seen by the operator"
     part.waits_for = f"gate `{state.gate}`: {state.why}" if state.gate else ""
@@ -189,7 +171,7 @@ def _describe_graph(body: Object, part: Part, state: gates.GateState) -> None:
         "frontend": find_frontend(body) or "",
         "components": {
             name: f"{each.get('readyReplicas', 0)}/{each.get('replicas', 0)}"
-            for name, each in (status.get("components") or status.get("services") or {}).items()
+            for name, each in (status.get("components") or {}).items()
         },
     }
 
@@ -197,7 +179,7 @@ def _describe_graph(body: Object, part: Part, state: gates.GateState) -> None:
 def _list_pods(
     cluster: Cluster, run: str, objects: list[tuple[Kind, Object]]
 ) -> Iterator[PodState]:
-    graphs = [body["metadata"]["name"] for kind, body in objects if kind.kind == DGD.kind]
+    graphs = [body["metadata"]["name"] for kind, body in objects if kind == DGD]
     rays = [body["metadata"]["name"] for kind, body in objects if kind == RAYCLUSTER]
     selectors = [select_pods(graphs)] if graphs else []
     selectors += [select_ray_pods(rays)] if rays else []
@@ -205,16 +187,14 @@ def _list_pods(
         selectors.append(f"{select_run(run)},!{RAY_LABEL},!{DGD_LABEL}")
     pods: dict[str, Object] = {}
     for selector in selectors:
-        pods |= {body["metadata"]["name"]: body for body in cluster.list(POD, labels=selector)[0]}
-    asked = 0
+        pods |= {body["metadata"]["name"]: body for body in cluster.list(POD, labels=selector)}
     for name, body in sorted(pods.items()):
         is_ready = all(each.get("ready") for each in _get_containers(body)) and _get_containers(
             body
         )
         event = ""
-        if not is_ready and asked < _MOST_EVENTS:
-            asked += 1
-            event = find_last_event(cluster, body)
+        if not is_ready:
+            event = gates.find_last_event(cluster, name)
         yield _describe_pod(name, body, event)
 
 
@@ -228,18 +208,6 @@ def _describe_pod(name: str, body: Object, event: str) -> PodState:
     status = body.get("status") or {}
     reason = ", ".join(reasons) or str(status.get("reason") or "")
     return PodState(name, owner, status.get("phase", ""), f"{ready}/{wanted}", reason, event)
-
-
-def find_last_event(cluster: Cluster, body: Object) -> str:
-    """Return the newest event of an object as `reason: message`; "" without one."""
-    try:
-        events, _ = cluster.list(EVENT, fields=f"involvedObject.uid={body['metadata']['uid']}")
-    except Forbidden:
-        return "(you may not read events)"
-    if not events:
-        return ""
-    newest = max(events, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime")))
-    return f"{newest.get('reason', '')}: {newest.get('message', '')}"
 
 
 def _get_containers(body: Object) -> list[Object]:

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
-from rollway.errors import Conflict, KindMissing, LeaseLost, RollwayError, RunExists
+from rollway.errors import Conflict, RollwayError, RunExists, RunTaken
 from rollway.kubernetes import gates
-from rollway.kubernetes.cluster import Cluster
+from rollway.kubernetes.client import Cluster, make_deleted_error
 from rollway.kubernetes.conversion import convert
-from rollway.kubernetes.drift import find_drift
-from rollway.kubernetes.driver import Driver
-from rollway.kubernetes.kinds import DGD, DGD_ALPHA, RAYJOB, Kind, Object, find_kind
-from rollway.kubernetes.lease import SECONDS, Lease
+from rollway.kubernetes.driver import Driver, find_dashboard, is_provisioned
+from rollway.kubernetes.entrypoint import resolve_entrypoint
 from rollway.kubernetes.manifests import Manifests
-from rollway.kubernetes.names import KEY_LABEL, RUN_LABEL
-from rollway.kubernetes.owners import add_owner, move_owner
+from rollway.kubernetes.objects import (
+    ALPHA,
+    DGD,
+    KEY_LABEL,
+    RAYCLUSTER,
+    RAYJOB,
+    RUN_LABEL,
+    Kind,
+    Object,
+    add_owner,
+    find_kind,
+    make_reference,
+)
+from rollway.kubernetes.run_mark import RunMark
 from rollway.kubernetes.spec import TRAINING, Infra
 from rollway.kubernetes.teardown import Report, list_objects, take_down
 from rollway.kubernetes.waits import (
     Deadline,
-    make_deleted_error,
+    wait_for,
     wait_for_answer,
     wait_for_deployments,
     wait_until_gone,
@@ -52,8 +62,6 @@ class Limits:
     driver: float = 3600.0
     """From the RayCluster's UID to a driver: its pods pull images first."""
     gone: float = 300.0
-    lease: float = SECONDS
-    """How long a command that is not heard of keeps others from the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,8 @@ class RunOptions:
     order: Order = "auto"
     wait: bool = True
     recreate: bool = False
+    resume: bool = False
+    """Go on with a run that another command has begun, and take it over from that command."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -87,7 +97,7 @@ class RunResult:
         return asdict(self)
 
 
-class Run:
+class ClusterRun:
     """What all orders share: the objects of a run, applied, awaited, owned, taken back."""
 
     def __init__(
@@ -99,20 +109,15 @@ class Run:
         report: Report,
         order: str,
     ) -> None:
-        self.lease = Lease(cluster, infra.name, options.limits.lease, report)
-        self.cluster = cluster.add_fence(self.lease.fence)
+        self.mark = RunMark(cluster, infra.name)
+        self.cluster = cluster
         self.infra, self.manifests = infra, manifests
-        self.options, self.limits, self._report = options, options.limits, report
+        self.options, self.limits, self.report = options, options.limits, report
         self.name = infra.name
         self.result = RunResult(infra.name, cluster.namespace, order)
-        self.keep: set[str] = set()
-        """UIDs that a rollback leaves."""
         self._began = time.monotonic()
 
     # --- steps -----------------------------------------------------------------------------------
-
-    def report(self, text: str) -> None:
-        self._report(text)
 
     @property
     def waits(self) -> bool:
@@ -123,26 +128,38 @@ class Run:
         self.result.steps[step] = round(time.monotonic() - self._began, 3)
 
     @contextmanager
-    def undo_on_failure(self) -> Iterator[None]:
-        """Delete the run's objects if the block fails, however it fails."""
+    def hold(self) -> Iterator[None]:
+        """Be the one command that starts this run."""
+        take_over = self.options.resume or self.options.recreate
+        with self.mark.hold(take_over=take_over, report=self.report):
+            yield
+
+    @contextmanager
+    def undo_on_failure(self, *, keep_what_is_there: bool = False) -> Iterator[None]:
+        """Delete the run's objects if the block fails, however it fails; of a run whose parts have
+        other users only those that were not there before."""
+        keep = {
+            body["metadata"]["uid"]
+            for _, body in (list_objects(self.cluster, self.name) if keep_what_is_there else ())
+        }
         try:
             yield
-        except (RunExists, LeaseLost):
+        except (RunExists, RunTaken):
             raise  # that run is not this one's to undo
         except BaseException as error:
-            words = self._roll_back()
+            words = self._roll_back(keep)
             if isinstance(error, RollwayError):
                 error.hint = f"{error.hint} {words}".strip()
             raise
 
-    def _roll_back(self) -> str:
+    def _roll_back(self, keep: Collection[str]) -> str:
         try:
-            self.lease.regain()
+            self.mark.regain()
             self.report(f"roll back {self.name}")
-            self.take_down(keep=self.keep)
-            if not self.keep:
-                self.lease.discard()
-        except LeaseLost as error:
+            self.take_down(keep)
+            if not keep:
+                self.mark.discard()
+        except RunTaken as error:
             self.report(str(error))  # also where Ctrl-C leaves no room for it
             return f"{error.message} Nothing was rolled back."
         except RollwayError as error:
@@ -153,16 +170,11 @@ class Run:
         return f"Nothing of {self.name} was left behind."
 
     def take_down(self, keep: Collection[str] = ()) -> None:
-        """Delete the run's objects, and wait until they are gone; the Lease stays."""
+        """Delete the run's objects, and wait until they are gone; the mark stays."""
         take_down(
-            self.cluster, self.name, timeout=self.limits.gone, keep=keep, keep_lease=True,
+            self.cluster, self.name, timeout=self.limits.gone, keep=keep, keep_mark=True,
             report=self.report,
         )  # fmt: skip
-
-    def keep_what_is_there(self) -> None:
-        """Exempt the run's objects that exist from a rollback: long-lived ones have other users."""
-        there = list_objects(self.cluster, self.name)
-        self.keep = {body["metadata"]["uid"] for _, body in there}
 
     # --- objects ---------------------------------------------------------------------------------
 
@@ -171,7 +183,8 @@ class Run:
 
         One that a killed CLI left is taken up. One that is going away is waited for.
         """
-        name, waits = body["metadata"]["name"], Deadline(self.limits.gone)
+        name, deadline = body["metadata"]["name"], Deadline(self.limits.gone)
+        self.mark.check()
         while True:
             try:
                 return self.cluster.create(kind, body), False
@@ -180,11 +193,13 @@ class Run:
             if live is None:
                 continue  # it went in between
             self.check_is_ours(kind, live)
-            if "deletionTimestamp" in live["metadata"]:
-                self.report(f"wait for the {kind.kind} {name} of before, which is going away")
-                wait_until_gone(self.cluster, kind, [name], waits.left)
-            else:
+            if "deletionTimestamp" not in live["metadata"]:
                 return live, True
+            self._wait_until_gone(kind, name, deadline)
+
+    def _wait_until_gone(self, kind: Kind, name: str, deadline: Deadline) -> None:
+        self.report(f"wait for the {kind.kind} {name} of before, which is going away")
+        wait_until_gone(self.cluster, kind, [name], deadline)
 
     def check_is_ours(self, kind: Kind, live: Object) -> None:
         labels = live["metadata"].get("labels") or {}
@@ -196,33 +211,57 @@ class Run:
 
     def apply_all(self, bodies: Sequence[Object], owner: Object | None) -> list[Object]:
         """Apply objects at once, owned by `owner`; one that is going away is replaced."""
-        there: dict[Kind, dict[str, Object]] = {}
-        for kind in {find_kind(body) for body in bodies}:
-            there[kind] = self.cluster.list_by_name(kind)
-        return do_at_once(lambda body: self._apply(add_owner(body, owner), there), bodies)
+        self.mark.check()
+        return do_at_once(lambda body: self._apply(add_owner(body, owner)), bodies)
 
-    def _apply(self, body: Object, there: dict[Kind, dict[str, Object]]) -> Object:
+    def _apply(self, body: Object) -> Object:
         kind, name = find_kind(body), body["metadata"]["name"]
-        live = there[kind].get(name)
+        live = self.cluster.get(kind, name)
         if live is not None and self.options.recreate:
             self.check_is_ours(kind, live)
             self.cluster.delete(kind, name, uid=live["metadata"]["uid"])
-            live["metadata"]["deletionTimestamp"] = "now"
-        if live is not None and "deletionTimestamp" in live["metadata"]:
-            self.report(f"wait for the {kind.kind} {name} of before, which is going away")
-            wait_until_gone(self.cluster, kind, [name], self.limits.gone)
-            live = None
-        applied = self.cluster.apply(kind, body, live=live)
+        is_leaving = live is not None and "deletionTimestamp" in live["metadata"]
+        if live is not None and (is_leaving or self.options.recreate):
+            self._wait_until_gone(kind, name, Deadline(self.limits.gone))
+        applied = self.cluster.apply(kind, body)
         self.report(f"applied {kind.kind} {name}")
         return applied
 
-    # --- inference -------------------------------------------------------------------------------
+    def check_drift(self, kind: Kind, body: Object) -> None:
+        """Raise RunExists if an object that is taken up is not the one that is asked for."""
+        if drift := self.cluster.find_drift(kind, body):
+            name = body["metadata"]["name"]
+            raise RunExists(
+                f"{kind.kind} {name} of run {self.name} exists with other fields: "
+                f"{', '.join(drift)}.",
+                "Use another name, or --recreate to replace it.",
+            )
 
-    def bring_up_deployments(self, owner: Object | None) -> None:
-        """Apply the servers beside the training, and wait until they answer."""
+    def check_graphs(self, owner: Object) -> None:
+        """Raise RunExists if graphs that a killed CLI left are not those that are asked for."""
+        for body in self.manifests.graphs.values():
+            live = self.cluster.get(DGD, body["metadata"]["name"])
+            if live is not None and "deletionTimestamp" not in live["metadata"]:
+                self.check_is_ours(DGD, live)
+                self.check_drift(DGD, add_owner(body, owner))
+
+    # --- servers ---------------------------------------------------------------------------------
+
+    def bring_up_servers(self, owner: Object | None) -> None:
+        """Apply deployments, then graphs, then clusters of other roles, and wait for each."""
+        if self.manifests.deployments:
+            self._bring_up_deployments(owner)
+        if self.manifests.graphs:
+            self._bring_up_graphs(owner)
+        others = {role: body for role, body in self.manifests.clusters.items() if role != TRAINING}
+        if others:
+            self.apply_all(list(others.values()), owner)
+        for role, body in others.items() if self.waits else ():
+            self.start_daemon(role, body["metadata"]["name"])
+            self.finish("roles")
+
+    def _bring_up_deployments(self, owner: Object | None) -> None:
         deployments, services = self.manifests.deployments, self.manifests.services
-        if not deployments:
-            return
         self.apply_all([*deployments.values(), *services.values()], owner)
         names = [body["metadata"]["name"] for body in deployments.values()]
         self.result.deployments = names
@@ -235,62 +274,53 @@ class Run:
                 wait_for_answer(self.cluster, services[key]["metadata"]["name"], spec.health)
         self.finish("deployments")
 
-    def check_graphs(self, owner: Object) -> None:
-        """Raise RunExists if graphs that a killed CLI left are not those that are asked for."""
-        try:
-            there = self.cluster.list_by_name(DGD)
-        except KindMissing:
-            self._convert_graphs()
-            there = self.cluster.list_by_name(DGD_ALPHA)
-        for body in self.manifests.graphs.values():
-            name = body["metadata"]["name"]
-            if name not in there or "deletionTimestamp" in there[name]["metadata"]:
-                continue
-            self.check_is_ours(DGD, there[name])
-            if drift := find_drift(self.cluster, find_kind(body), add_owner(body, owner)):
-                paths = ", ".join(field.path for field in drift)
-                raise RunExists(
-                    f"Run {self.name} exists with another graph {name}: {paths}.",
-                    "Use another name, or --recreate to replace it.",
-                )
-
-    def bring_up_graphs(self, owner: Object | None) -> None:
-        if not self.manifests.graphs:
-            return
-        try:
-            live = self.apply_all(list(self.manifests.graphs.values()), owner)
-        except KindMissing:
-            self._convert_graphs()
-            live = self.apply_all(list(self.manifests.graphs.values()), owner)
+    def _bring_up_graphs(self, owner: Object | None) -> None:
+        graphs = self.manifests.graphs
+        live = self.apply_all(list(graphs.values()), owner)
+        for body in graphs.values() if self.cluster.has_old_graphs else ():
+            for loss in convert(body, ALPHA).losses:
+                self.report(f"warning: graph {body['metadata']['name']} loses `{loss}` in {ALPHA}")
         self.finish("graphs applied")
         self.result.graphs = [body["metadata"]["name"] for body in live]
-        if self.waits:
-            self.wait_for_gates(live)
-
-    def _convert_graphs(self) -> None:
-        """Go on with the graphs in the version that an old operator serves."""
-        graphs = {}
-        for key, graph in self.manifests.graphs.items():
-            conversion = convert(graph, DGD_ALPHA.version)
-            for loss in conversion.losses:
-                name = graph["metadata"]["name"]
-                self.report(f"warning: graph {name} loses `{loss}` in {DGD_ALPHA.version}")
-            graphs[key] = conversion.graph
-        self.manifests = replace(self.manifests, graphs=graphs)
-
-    def wait_for_gates(self, graphs: list[Object]) -> None:
-        names = ", ".join(body["metadata"]["name"] for body in graphs)
-        self.report(f"wait for the gates of {names}")
+        if not self.waits:
+            return
+        self.report(f"wait for the gates of {', '.join(self.result.graphs)}")
         timeouts = {
             body["metadata"]["name"]: self.limits.gates or self.infra.dynamo[key].ready_timeout
-            for key, body in self.manifests.graphs.items()
+            for key, body in graphs.items()
         }
         on_change = gates_reporter(self.report)
-        gates.wait_until_ready(self.cluster, graphs, timeout=timeouts, on_change=on_change)
+        gates.wait_until_ready(self.cluster, live, timeout=timeouts, on_change=on_change)
         self.finish("gates")
+
+    def start_daemon(self, role: str, name: str) -> Object:
+        """Wait until a cluster is provisioned, submit its daemon, if it has one, and wait until
+        that answers; return the cluster."""
+        self.report(f"wait until RayCluster {name} is provisioned")
+        live = wait_for(
+            self.cluster, RAYCLUSTER, name, lambda body: body if is_provisioned(body) else None,
+            timeout=self.limits.driver, what="was not provisioned",
+        )  # fmt: skip
+        daemon = self.infra.kuberay[role].daemon
+        if daemon is not None:
+            self.report(f"start the daemon of {role}")
+            dashboard, field = find_dashboard(self.cluster, live), f"kuberay.{role}.daemon"
+            names, environment = self.manifests.names, {"env_vars": daemon.env}
+            command = resolve_entrypoint(daemon.entrypoint, names, f"{field}.entrypoint")
+            submission = f"{self.name}-{role}"
+            dashboard.submit(submission, command, runtime_env=environment if daemon.env else None)
+            if daemon.health is not None:
+                wait_for_answer(self.cluster, dashboard.service, daemon.health)
+        return live
+
+    def note_driver(self, driver: Driver) -> None:
+        self.result.driver, self.result.state = driver, "submitted"
+        self.report(f"driver {driver.id} was submitted by {driver.by}")
+        self.finish("driver")
 
     def give_to(self, owner: Object, old: Sequence[str] = ()) -> None:
         """Make `owner` own the graphs and deployments of the run, instead of the UIDs `old`."""
+        self.mark.check()
         owned = [
             (kind, body)
             for kind, body in list_objects(self.cluster, self.name)
@@ -300,7 +330,7 @@ class Run:
             and body["metadata"]["labels"][KEY_LABEL] != f"kuberay.{TRAINING}"
             and "deletionTimestamp" not in body["metadata"]
         ]
-        there = {body["metadata"]["name"] for kind, body in owned if kind.kind == DGD.kind}
+        there = {body["metadata"]["name"] for kind, body in owned if kind == DGD}
         for body in self.manifests.graphs.values():
             if body["metadata"]["name"] not in there:
                 raise make_deleted_error(DGD, body["metadata"]["name"])
@@ -330,3 +360,19 @@ def do_at_once(function: Callable[[Item], Value], items: Sequence[Item]) -> list
     with ThreadPoolExecutor(max_workers=min(_AT_ONCE, max(len(items), 1))) as pool:
         futures = [pool.submit(function, item) for item in items]
     return [future.result() for future in futures]
+
+
+def move_owner(
+    cluster: Cluster, kind: Kind, body: Object, new: Object, old: Iterable[str] = ()
+) -> None:
+    """Make `new` own a live object instead of the owners with the UIDs `old`, in one patch; who
+    changes them at the same time is not overwritten."""
+    reference, dropped = make_reference(new), {*old, new["metadata"]["uid"]}
+
+    def change(live: Object) -> Object | None:
+        references = live["metadata"].get("ownerReferences") or []
+        kept = [each for each in references if each["uid"] not in dropped]
+        wanted = [*kept, reference]
+        return None if references == wanted else {"metadata": {"ownerReferences": wanted}}
+
+    cluster.change(kind, body, change)

@@ -9,33 +9,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 from rollway.errors import ClusterError, Conflict, KindMissing
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.kinds import (
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.objects import (
     DEPLOYMENT,
     DGD,
-    DGD_ALPHA,
-    LEASE,
+    KEY_LABEL,
     POD,
     RAYCLUSTER,
     RAYJOB,
+    RUN_LABEL,
     SERVICE,
     Kind,
     Object,
-    find_kind,
-)
-from rollway.kubernetes.lease import Observation, wait_until_released
-from rollway.kubernetes.names import (
-    KEY_LABEL,
-    RUN_LABEL,
-    name_lease,
     select_pods,
     select_ray_pods,
     select_run,
 )
+from rollway.kubernetes.run_mark import take_mark
 from rollway.kubernetes.waits import Deadline, wait_until_gone
 
 Report = Callable[[str], None]
@@ -44,32 +36,19 @@ ORDER = (RAYJOB, RAYCLUSTER, DGD, DEPLOYMENT, SERVICE)
 """Training ends first, so that nobody asks for tokens of workers that go."""
 
 
-@dataclass(slots=True)
-class Removal:
-    """What `take_down` did."""
-
-    run: str
-    deleted: list[str] = field(default_factory=list)
-    """`Kind name` of each object, in order."""
-
-    def as_json(self) -> dict[str, Any]:
-        return {"run": self.run, "deleted": self.deleted}
-
-
 def list_objects(cluster: Cluster, name: str) -> Iterator[tuple[Kind, Object]]:
-    """Yield the objects with the label of a run, in the order in which they are deleted, each with
-    its kind in the version that the server serves."""
+    """Yield the objects with the label of a run, in the order in which they are deleted."""
     for kind in ORDER:
         for body in list_kind(cluster, kind, select_run(name)):
-            yield (find_kind(body) if kind == DGD else kind), body
+            yield kind, body
 
 
 def list_kind(cluster: Cluster, kind: Kind, labels: str) -> list[Object]:
-    """List objects of a kind that the server may not have; DGDs in the version that it serves."""
+    """List objects of a kind that the server may not have."""
     try:
-        return cluster.list(kind, labels=labels)[0]
+        return cluster.list(kind, labels=labels)
     except KindMissing:
-        return list_kind(cluster, DGD_ALPHA, labels) if kind == DGD else []
+        return []
 
 
 def list_targets(
@@ -92,49 +71,34 @@ def take_down(
     wait: bool = True,
     keep: Collection[str] = (),
     keys: Collection[str] = (),
-    keep_lease: bool = False,
+    keep_mark: bool = False,
     report: Report = lambda _: None,
-) -> Removal:
-    """Delete the objects of a run and wait until they, and the pods of graphs and Ray, are gone.
+) -> list[str]:
+    """Delete the objects of a run and wait until they, and the pods of graphs and Ray, are gone;
+    return `Kind name` of each, in order.
 
     `keep` has UIDs that stay, `keys` the values of the key label to which the deletion is limited.
-    A command that is still starting the run finds its objects gone, and ends: this is waited for,
-    and what it made meanwhile is deleted too. The Lease goes last, unless parts of the run stay or
-    `keep_lease` says that the caller holds it.
+    The mark is taken first, so that a command that is still starting the run stops, and goes last,
+    unless parts of the run stay or `keep_mark` says that the caller holds it.
     """
-    deadline, removal = Deadline(timeout), Removal(name)
-    goes_whole = not (keep or keys or keep_lease)
-    lease = cluster.get(LEASE, name_lease(name)) if goes_whole else None
-    while True:
-        chosen = list_targets(cluster, name, keep=keep, keys=keys)
+    deadline, deleted = Deadline(timeout), list[str]()
+    mark = None if keep or keys or keep_mark else take_mark(cluster, name)
+    while chosen := list_targets(cluster, name, keep=keep, keys=keys):
         for kind, body in chosen:
             metadata = body["metadata"]
             report(f"delete {kind.kind} {metadata['name']}")
             # The UID: an object that took the name meanwhile is somebody else's.
             with contextlib.suppress(Conflict):
                 cluster.delete(kind, metadata["name"], uid=metadata["uid"])
-            removal.deleted.append(f"{kind.kind} {metadata['name']}")
-        if wait:
-            _wait_until_gone(cluster, chosen, deadline, report)
-        if lease is None or not (wait or Observation().judge(lease) == "free"):
-            return removal
-        left = wait_until_released(cluster, name, deadline.left, report)
-        if left is None or _delete_lease(cluster, left, lease):
-            return removal
-        lease = left  # its holder may have made objects in between
-
-
-def _delete_lease(cluster: Cluster, lease: Object, before: Object) -> bool:
-    """Delete a Lease that nobody holds, and return True, unless somebody has held it since."""
-    version = before["metadata"]["resourceVersion"]
-    if lease["metadata"]["resourceVersion"] != version:
-        return False
-    try:
-        name, uid = lease["metadata"]["name"], lease["metadata"]["uid"]
-        cluster.delete(LEASE, name, uid=uid, resource_version=version)
-    except Conflict:
-        return False
-    return True
+            deleted.append(f"{kind.kind} {metadata['name']}")
+        if not wait:
+            break
+        _wait_until_gone(cluster, chosen, deadline, report)
+        # Once more: a request of another command may have been under way.
+    if mark is not None:
+        with contextlib.suppress(ClusterError):  # it went with the run, or somebody has it now
+            mark.discard()
+    return deleted
 
 
 def _wait_until_gone(
@@ -142,24 +106,22 @@ def _wait_until_gone(
 ) -> None:
     selectors = []
     for kind in ORDER:
-        same = [(each, body) for each, body in chosen if each.kind == kind.kind]
-        names = {str(body["metadata"]["name"]) for _, body in same}
+        names = {str(body["metadata"]["name"]) for each, body in chosen if each == kind}
         if kind == RAYCLUSTER:
             # KubeRay names the cluster of a job; the garbage collector deletes it with the job.
             names |= {*_list_clusters(body for each, body in chosen if each == RAYJOB)}
         if not names:
             continue
         report(f"wait until {kind.kind} {', '.join(sorted(names))} is gone")
-        wait_until_gone(cluster, same[0][0] if same else kind, sorted(names), deadline.left)
+        wait_until_gone(cluster, kind, names, deadline)
         if kind in (RAYCLUSTER, DGD):
             selectors.append((select_pods if kind == DGD else select_ray_pods)(sorted(names)))
     # GPUs are free when the pods are gone, not when their owners are.
     for labels in selectors:
-        bodies, _ = cluster.list(POD, labels=labels, metadata_only=True)
-        pods = [body["metadata"]["name"] for body in bodies]
+        pods = [body["metadata"]["name"] for body in cluster.list(POD, labels=labels)]
         if pods:
             report(f"wait until {len(pods)} pods are gone")
-            wait_until_gone(cluster, POD, pods, deadline.left, labels=labels)
+            wait_until_gone(cluster, POD, pods, deadline, labels)
 
 
 def _list_clusters(jobs: Iterable[Object]) -> Iterator[str]:

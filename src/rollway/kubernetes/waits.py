@@ -1,39 +1,48 @@
-"""Wait for objects of the API server to change or to go, with one watch and a limit."""
+"""Wait for objects of the API server to change or to go: ask, pause, ask again.
+
+The first pauses are short, the later ones longer: what takes an hour is asked for every five
+seconds.
+"""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from rollway.errors import ClusterError
-from rollway.kubernetes.cluster import Cluster, name_finalizers
-from rollway.kubernetes.kinds import DEPLOYMENT, Kind, Object
-from rollway.kubernetes.names import select_run
+from rollway.kubernetes.client import Cluster, make_deleted_error, name_finalizers
+from rollway.kubernetes.objects import DEPLOYMENT, Kind, Object, select_run
 from rollway.kubernetes.spec import HealthSpec
-from rollway.kubernetes.watches import Follower, Selection, Watch
 
 T = TypeVar("T")
 
-_ASK_SECONDS = 2.0
-_LOOK_SECONDS = 5.0
-"""A watch yields nothing for an object that is gone, so after this it is asked for."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+"""Seconds."""
 
 
 class Deadline:
-    """The moment at which a sequence of waits gives up; None for never."""
+    """The moment at which waits give up, None for never, and the pauses until then."""
 
     def __init__(self, seconds: float | None) -> None:
         self._end = float("inf") if seconds is None else time.monotonic() + seconds
+        self._pause = FIRST_PAUSE
 
     @property
     def left(self) -> float:
         return max(self._end - time.monotonic(), 0.0)
 
-    @property
-    def is_over(self) -> bool:
-        return self.left == 0.0
+    def pause(self) -> bool:
+        """Sleep, each time a little longer; return False if the time is over."""
+        if not self.left:
+            return False
+        time.sleep(min(self._pause, self.left))
+        self._pause = min(self._pause * 1.25, LONGEST_PAUSE)
+        return True
+
+    def restart(self) -> None:
+        """Begin again with short pauses."""
+        self._pause = FIRST_PAUSE
 
 
 def wait_for(
@@ -45,74 +54,47 @@ def wait_for(
     timeout: float | None,
     what: str,
     must_exist: bool = True,
-    known: Object | None = None,
 ) -> T:
     """Return the first value that `decide` makes of the object, or raise after `timeout`.
 
     `decide` returns None to go on, and raises when the wait can no longer succeed. `what` completes
     the sentence of the error. An object that is deleted meanwhile ends the wait, unless it need
-    not exist yet. `known` is the object as the caller has just read it; the watch goes on from it.
+    not exist yet.
     """
-    last: Object = known or {}
     deadline = Deadline(timeout)
-    if known is not None and (value := decide(known)) is not None:
-        return value
-    since = known["metadata"]["resourceVersion"] if known else ""
-    selection = Selection(kind, fields=f"metadata.name={name}", since=since)
-    with Follower(cluster, [selection]) as follower:
-        while not deadline.is_over:
-            pair = follower.take(min(deadline.left, _LOOK_SECONDS))
-            if pair is None:
-                if must_exist and not last and cluster.get(kind, name) is None:
-                    raise make_deleted_error(kind, name)
-                continue
-            change = pair[1]
-            if change.type == "DELETED":
-                if must_exist:
-                    raise make_deleted_error(kind, name)
-                continue
-            last = change.object
-            if (value := decide(last)) is not None:
-                return value
+    while True:
+        live = cluster.get(kind, name)
+        if live is None and must_exist:
+            raise make_deleted_error(kind, name)
+        if live is not None and (value := decide(live)) is not None:
+            return value
+        if not deadline.pause():
+            break
     raise ClusterError(
-        f"{kind.kind} {name} {what} within {timeout:.0f} s: {describe_state(last)}.",
+        f"{kind.kind} {name} {what} within {timeout:.0f} s: {describe_state(live or {})}.",
         "Look at `rollway k8s status`, and at the log of the operator that answers for it.",
     )
 
 
 def wait_until_gone(
-    cluster: Cluster, kind: Kind, names: Sequence[str], timeout: float, *, labels: str = ""
+    cluster: Cluster, kind: Kind, names: Collection[str], deadline: Deadline, labels: str = ""
 ) -> None:
     """Wait until none of these objects is left.
 
     Raises:
-        ClusterError: some are left after `timeout` seconds; it names the finalizers that hold
-            them.
+        ClusterError: some are left at the deadline; it names the finalizers that hold them.
     """
-    fields = f"metadata.name={names[0]}" if len(names) == 1 else ""
-    selection = Selection(kind, labels, fields, metadata_only=True)
-    objects, version = cluster.list_selection(selection)
-    left = {e["metadata"]["name"]: e for e in objects if e["metadata"]["name"] in names}
-    if not left:
-        return
-    stop = threading.Event()
-    timer = threading.Timer(timeout, stop.set)
-    timer.daemon = True
-    timer.start()
-    try:
-        for change in Watch(cluster, selection, stop, start=(objects, version)):
-            if change.type == "DELETED":
-                left.pop(change.name, None)
-            elif change.name in names:
-                left[change.name] = change.object
-            if not left:
-                return
-    finally:
-        timer.cancel()
-        stop.set()
-    shown = ", ".join(f"{name}{name_finalizers(entry['metadata'])}" for name, entry in left.items())
+    deadline.restart()
+    while True:
+        bodies = (body["metadata"] for body in cluster.list(kind, labels=labels))
+        left = [meta for meta in bodies if meta["name"] in names]
+        if not left:
+            return
+        if not deadline.pause():
+            break
+    shown = ", ".join(f"{meta['name']}{name_finalizers(meta)}" for meta in left)
     raise ClusterError(
-        f"{kind.kind}s are not gone after {timeout:.0f} s: {shown}.",
+        f"{kind.kind}s are not gone in time: {shown}.",
         "The controller that set the finalizer must remove it: look at its log.",
     )
 
@@ -129,31 +111,23 @@ def describe_state(body: Object) -> str:
     return f"it is {state}" + (f" ({message})" if message else "")
 
 
-def make_deleted_error(kind: Kind, name: str) -> ClusterError:
-    return ClusterError(
-        f"{kind.kind} {name} was deleted by somebody else.",
-        "Find out who deletes it, then run again.",
-    )
-
-
 def wait_for_deployments(cluster: Cluster, run: str, names: Sequence[str], timeout: float) -> None:
     """Wait until Deployments have the replicas that they ask for."""
-    missing, deadline = dict.fromkeys(names, "it is not there"), Deadline(timeout)
-    with Follower(cluster, [Selection(DEPLOYMENT, select_run(run))]) as follower:
-        while missing and not deadline.is_over:
-            pair = follower.take(deadline.left)
-            if pair is None or pair[1].name not in names:
-                continue
-            if pair[1].type == "DELETED":
-                raise make_deleted_error(DEPLOYMENT, pair[1].name)
-            missing.pop(pair[1].name, None)
-            if reason := explain_deployment(pair[1].object):
-                missing[pair[1].name] = reason
-    if not missing:
-        return
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+    deadline = Deadline(timeout)
+    while True:
+        bodies = cluster.list(DEPLOYMENT, labels=select_run(run))
+        live = {body["metadata"]["name"]: body for body in bodies}
+        for name in names:
+            if name not in live:
+                raise make_deleted_error(DEPLOYMENT, name)
+        reasons = {name: reason for name in names if (reason := explain_deployment(live[name]))}
+        if not reasons:
+            return
+        if not deadline.pause():
+            break
+    shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise ClusterError(
-        f"Deployments were not available within {timeout:.0f} s: {reasons}.",
+        f"Deployments were not available within {timeout:.0f} s: {shown}.",
         f"Look at `rollway k8s status {run}`.",
     )
 
@@ -170,12 +144,13 @@ def explain_deployment(deployment: Object) -> str:
 
 def wait_for_answer(cluster: Cluster, service: str, health: HealthSpec) -> None:
     """Wait until a server behind a Service answers with less than 500."""
-    deadline, status = Deadline(health.timeout), 0
-    while not deadline.is_over:
+    deadline = Deadline(health.timeout)
+    while True:
         status, _ = cluster.ask_service(service, health.port, health.path)
         if 0 < status < 500:
             return
-        time.sleep(min(_ASK_SECONDS, deadline.left))
+        if not deadline.pause():
+            break
     raise ClusterError(
         f"Service {service} did not answer at {health.path} within {health.timeout:.0f} s: "
         f"the last answer was {status}.",

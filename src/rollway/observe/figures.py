@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 NONE = "–"
 _LARGE = ((1e9, " G"), (1e6, " M"), (1e4, " k"))
-_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
@@ -63,13 +61,3 @@ def format_utc(t: float | None) -> str:
 def count(number: int, noun: str) -> str:
     """Format how many: 1 worker, 1,024 workers."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def draw_sparkline(values: Sequence[float], width: int, *, most: float | None = None) -> str:
-    """Draw the last values as blocks, from zero to the largest of them or to `most`."""
-    shown = list(values[-width:])
-    top = most or max(shown, default=0.0)
-    if not shown or top <= 0:
-        return _BLOCKS[0] * len(shown)
-    last = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[min(last, max(0, round(value / top * last)))] for value in shown)

@@ -3,7 +3,7 @@
     METRICS ──► docs/metrics.md (scripts/metrics_page.py; a test compares)
        │
        ├── SCRAPED: families of Dynamo and vLLM that the sampler keeps, under their own names
-       └── OWN: `rollway_…`, which `rollway.observe.series` computes from entries of the record
+       └── OWN: `rollway_…`, which `rollway.observe.run_state` computes from entries of the record
 
 A name stays. Dynamo and vLLM rename families between releases: the first name of a metric is the
 one that Rollway uses, `aliases` are what other releases call it. A counter of theirs is recorded as
@@ -262,7 +262,7 @@ TRAINER_NAMES = {
     "kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
     "generation_tokens": "vllm:generation_tokens_total",
 }
-"""What users of trainers call these metrics; see rollway.observe.sinks.trainer_names."""
+"""What users of trainers call these metrics; see rollway.observe.sinks.TrainerNames."""
 LENGTHS = {
     "prompt": f"{TRAINER_PREFIX}histogram/input_tokens_length",
     "sampled": f"{TRAINER_PREFIX}histogram/gen_tokens_length",

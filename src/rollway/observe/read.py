@@ -2,16 +2,18 @@
 
     run = Run(directory)
     for entry in run.read(): …            # what is there now
-    for entry in run.follow(): …          # that, and what comes, also of files that appear later
+    entries = run.follower().poll()       # what is new since the last poll, again and again
     for entry in run.read_end(): …        # the newest of it, at once, however long it is
 
-A run directory comes from anywhere: a colleague, a crashed disk, a newer Rollway. So every line is
-checked against the shape of its kind (rollway.observe.shapes), and a line that does not fit is
-counted in `Run.problems` and left out. The last line of a file may be half written; it counts once
-it ends. Memory is bounded: one line of each file, and a few hundred entries that are put in order.
+A run directory comes from anywhere: a colleague, a crashed disk, another Rollway. So every line is
+checked here, once, against the shape of its kind (`SHAPES`): who reads on has numbers that are
+numbers, and text without signs that a terminal or a page obeys. A line that does not fit, and each
+file of another schema, is counted in `Run.problems` and left out. The last line of a file may be
+half written; it counts once it ends. Memory is bounded: one line of each file, and a few hundred
+entries that are put in order.
 
 Each entry also gets `process`, from the header of its file, and `source`, the name of its file up
-to the first dot. Times are on the clock of the node of the stack's services.
+to the first dot. Times are those of the node that recorded them.
 """
 
 from __future__ import annotations
@@ -21,30 +23,39 @@ import heapq
 import math
 import os
 import re
+import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
-from rollway.observe.record import SCHEMA, Entry
-from rollway.observe.shapes import SHAPES
+from rollway import processes
+from rollway.errors import UsageError
+from rollway.observe.record import SCHEMA, SHAPES, Entry
 from rollway.observe.thinning import SEGMENT
 
-LARGEST_LINE = 32 << 20
-"""A refit's report of 4,096 workers has 8 MB."""
 MOST_ENTRIES = 5_000
 """How many entries one `Follower.poll` returns."""
-_CHUNK = 1 << 18
+_LINES = 4_096
+"""How many lines of a file are read at once."""
+_BUFFER_BYTES = 1 << 18
 _WINDOW = 256
 """How many lines of a file may be out of order."""
 _END_BYTES = 4 << 20
-_LATEST = 1e11
 _REFIT = re.compile(rb'\{"kind":"refit","t":(\d{1,11}(?:\.\d{1,9})?),')
 """How a line of a refit begins, as a recorder writes it."""
+_UNSHOWN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters, and those that reorder the text around them."""
+_SUSPECT = re.compile(
+    rb"\\[ubfr]|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\x8e\x8f\xaa-\xae]|\xe2\x81[\xa6-\xa9]"
+)
+"""A line that may have one of them."""
 
 
 class _Kind(msgspec.Struct):
@@ -72,9 +83,22 @@ def decode(
         entry: Entry = decoder.decode(line)
     except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
         return "damaged"
-    if not (math.isfinite(entry["t"]) and 0 <= entry["t"] < _LATEST):
-        return "damaged"
+    if _SUSPECT.search(line):
+        entry = _clean(entry)
     return {"kind": kind, **entry}
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    return {_clean(k): _clean(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def clean_text(text: str) -> str:
+    """Return text without characters that change how other text is shown."""
+    return _UNSHOWN.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class Run:
@@ -88,15 +112,23 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.problems: Counter[str] = Counter()
-        """How many lines were left out, by reason: `damaged`, `unknown kind` (of a newer schema),
-        `too long`."""
-        self.newest_schema = 0
-        """The highest schema that a header names; above `SCHEMA`, a newer Rollway wrote it."""
+        """How many lines were left out, by reason: `damaged`, `unknown kind`; and how many
+        files, as `files of schema 1`."""
 
-    @property
-    def is_newer(self) -> bool:
-        """Whether a newer Rollway wrote a part of this run."""
-        return self.newest_schema > SCHEMA
+    def check(self) -> None:
+        """Raise if there is no record, or only that of another Rollway."""
+        fix = "Give the directory of a run."
+        if not self.directory.is_dir():
+            raise UsageError(f"{self.directory} is not a directory.", fix)
+        if not any(self.directory.glob("*.jsonl")):
+            raise UsageError(f"{self.directory} has no record of a run.", fix)
+        schemas = {header.get("schema") for header in read_headers(self.directory)}
+        if schemas and SCHEMA not in schemas:
+            raise UsageError(
+                f"Another version of Rollway recorded {self.directory}: its schema is "
+                f"{', '.join(map(str, schemas))}, and this version reads {SCHEMA}.",
+                "Read it with the version that recorded it.",
+            )
 
     def read(self, *, without: Collection[str] = (), until: float = math.inf) -> Iterator[Entry]:
         """Yield all entries that are there now, in the order of time; `without` names kinds that
@@ -129,8 +161,7 @@ class Run:
             if SEGMENT.search(path.name):
                 continue
             with contextlib.suppress(OSError), _open_regular(path) as file:
-                lines = iter(lambda file=file: file.readline(LARGEST_LINE), b"")  # type: ignore[misc]
-                times += [float(match[1]) for line in lines if (match := _REFIT.match(line))]
+                times += [float(match[1]) for line in file if (match := _REFIT.match(line))]
         largest = heapq.nlargest(number + 1, times)
         return largest[number] if len(largest) > number else -math.inf
 
@@ -143,32 +174,12 @@ class Run:
                 total += path.stat().st_size
         return total
 
-    def follow(
-        self,
-        *,
-        seconds: float = 0.5,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> Iterator[Entry]:
-        """Yield all entries, then new ones as they come, until `stop` returns True.
-
-        Those that are there at the start come in the order of time; later ones as they are found.
-        Use `follower` in an event loop."""
-        follower = self.follower()
-        while True:
-            is_last = stop()  # before the poll, so that what was written until then is read
-            entries = follower.poll()
-            yield from entries
-            if len(entries) < MOST_ENTRIES:
-                if is_last:
-                    return
-                time.sleep(seconds)
-
-    def follower(self) -> Follower:
+    def follower(self) -> RunFollower:
         """Return a reader of this run that can be asked for new entries again and again."""
-        return Follower(self)
+        return RunFollower(self)
 
 
-class Follower:
+class RunFollower:
     """Reads what is new in a run.
 
     Example:
@@ -244,22 +255,16 @@ class Tail:
         self._path = path
         self._run = run
         self._inode = 0
-        self._rest = b""
-        self._lines: list[bytes] = []
-        self._skips = False
         self._process = ""
         self._source = SEGMENT.sub("", path.name).removesuffix(".jsonl")
-        self._offset = 0.0
         self._has_ended = False
-        """A file of samples that was thinned had been read to its end: it is an old one."""
+        """There is nothing more to read: it has another schema, or it was thinned after it had been
+        read to its end, as old samples are."""
 
     def fill(self, most: int) -> None:
         """Read until `most` entries wait, or until the file ends."""
-        while len(self.waiting) < most:
-            entries = self.read_entries(most - len(self.waiting))
-            if not entries:
-                return
-            self.waiting += entries
+        if len(self.waiting) < most:
+            self.waiting += self.read_entries(most - len(self.waiting))
 
     def take(self, until: float) -> list[Entry]:
         """Return the waiting entries that are not later than `until`."""
@@ -270,77 +275,47 @@ class Tail:
     def read_entries(self, most: int) -> list[Entry]:
         """Return up to `most` entries; none at the present end of the file."""
         entries: list[Entry] = []
-        while len(entries) < most:
-            if not self._lines and not self._read_chunk():
-                break
-            while self._lines and len(entries) < most:
-                entry = self._read_line(self._lines.pop())
+        # It may have been removed, may be no file, or its disk may be damaged.
+        with contextlib.suppress(OSError), _open_regular(self._path) as file:
+            self._find_place(file)
+            while len(entries) < most and not self._has_ended:
+                line = file.readline()
+                if not line.endswith(b"\n"):  # its writer goes on
+                    break
+                self.place += len(line)
+                entry = self._read_line(line)
                 if entry is not None:
                     entries.append(entry)
+                if self._begin > self.place:
+                    file.seek(self._begin - 1)
+                    self.place = self._begin - 1 + len(file.readline())
         return entries
 
-    def _read_chunk(self) -> bool:
-        """Read a piece of the file and cut it into lines; return False at its end."""
-        if self._has_ended:
-            return False
-        try:
-            handle = _open(self._path)
-        except OSError:  # it was removed, or may not be read
-            return False
-        try:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                return False
-            if self._inode not in (0, status.st_ino) and SEGMENT.search(self._path.name):
-                self._has_ended = True
-                return False
-            if status.st_ino != self._inode or status.st_size < self.place:
-                self._inode, self.place, self._rest = status.st_ino, 0, b""
-            chunk = os.pread(handle, _CHUNK, self.place)
-        except OSError:  # a damaged disk
-            return False
-        finally:
-            os.close(handle)
-        self.place += len(chunk)
-        self._cut(chunk)
-        if self._begin > self.place and self._lines:
-            self.place, self._begin = self._begin, 0
-            self._lines, self._rest, self._skips = self._lines[-1:], b"", True
-        return bool(chunk)
-
-    def _cut(self, chunk: bytes) -> None:
-        first, *others = chunk.split(b"\n")
-        if others:
-            *whole, rest = others
-            self._lines = [*reversed(whole), self._rest + first]
-            if self._skips:  # the end of a line that was too long
-                self._lines.pop()
-                self._skips = False
-            self._rest = rest
-        elif not self._skips:
-            self._rest += first
-        if len(self._rest) > LARGEST_LINE:
-            self._run.problems["too long"] += 1
-            self._rest, self._skips = b"", True
+    def _find_place(self, file: BinaryIO) -> None:
+        """Go to where the last call ended; in another file of this name, to its beginning."""
+        status = os.fstat(file.fileno())
+        is_other = self._inode not in (0, status.st_ino)
+        if is_other and SEGMENT.search(self._path.name):
+            self._has_ended = True
+        elif is_other or status.st_size < self.place:
+            self.place = 0
+        self._inode = status.st_ino
+        file.seek(self.place)
 
     def _read_line(self, line: bytes) -> Entry | None:
-        if not line.strip():
-            return None
-        entry = decode(line, self.without, self._until)
-        if entry is None:
-            return None
+        entry = decode(line, self.without, self._until) if line.strip() else None
         if isinstance(entry, str):
             self._run.problems[entry] += 1
             return None
+        if entry is None:
+            return None
         if entry["kind"] == "header":
-            self._run.newest_schema = max(self._run.newest_schema, entry["schema"])
-            offset = entry.get("clock", {}).get("offset", 0.0)
-            self._offset = float(offset) if abs(offset) < _LATEST else 0.0
+            if entry["schema"] != SCHEMA:
+                self._run.problems[f"files of schema {entry['schema']}"] += 1
+                self._has_ended = True
+                return None
             self._process = entry["process"]
         entry["process"], entry["source"] = self._process, self._source
-        entry["t"] += self._offset
-        if "began" in entry:
-            entry["began"] += self._offset
         return entry
 
 
@@ -349,7 +324,7 @@ def _put_in_order(tails: Iterable[Tail]) -> Iterator[Entry]:
     window: list[tuple[float, int, Entry]] = []
     number = 0
     for tail in tails:
-        while lines := tail.read_entries(_WINDOW):
+        while lines := tail.read_entries(_LINES):
             for entry in lines:
                 number += 1
                 heapq.heappush(window, (entry["t"], number, entry))
@@ -407,18 +382,14 @@ def _get_time(entry: Entry) -> float:
     return time_of_entry
 
 
-def _open(path: Path) -> int:
-    # Without O_NONBLOCK, opening a named pipe waits for a writer. A link could lead out.
-    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
 def _open_regular(path: Path) -> BinaryIO:
     """Open a file to be read; raise OSError if it is none."""
-    file = open(_open(path), "rb")  # noqa: SIM115 - the caller closes it
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    # Without O_NONBLOCK, opening a named pipe waits for a writer. A link could lead out.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
         raise OSError(f"{path} is no file")
-    return file
+    return os.fdopen(handle, "rb", _BUFFER_BYTES)
 
 
 def _list_files(directory: Path) -> list[Path]:
@@ -437,3 +408,74 @@ def _list_chains(directory: Path) -> list[list[Path]]:
             path
         )
     return list(chains.values())
+
+
+# --- directories of runs --------------------------------------------------------------------------
+
+_FRESH_SECONDS = 60.0
+"""A run of another node whose files changed this recently may still be recorded."""
+
+
+def list_runs(directory: Path) -> list[Path]:
+    """List the recorded runs below a directory, the one that was written to last first."""
+    with contextlib.suppress(OSError):
+        runs = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
+        return sorted(runs, key=get_last_write, reverse=True)
+    return []
+
+
+def get_last_write(run: Path) -> float:
+    """Return when a run was last written to; 0 if it has no file."""
+    return max((_get_mtime(path) for path in run.glob("*.jsonl")), default=0.0)
+
+
+def _get_mtime(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def read_headers(run: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the headers of a run's files, but for those of samples."""
+    for path in sorted(run.glob("*.jsonl")):
+        if SEGMENT.search(path.name):
+            continue
+        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError, RecursionError):
+            with path.open("rb") as file:
+                header = msgspec.json.decode(file.readline(1 << 16))
+            if isinstance(header, dict) and header.get("kind") == "header":
+                yield header
+
+
+def prune_runs(directory: Path, stack: str, keep: int, *, but: str = "") -> None:
+    """Remove all but the newest `keep` ended runs of a stack; `but` names a run that stays."""
+    runs = [run for run in list_runs(directory) if run.name != but and _has_ended(run, stack)]
+    for run in runs[keep:]:
+        remove_run(run)
+
+
+def _has_ended(run: Path, stack: str) -> bool:
+    """Return whether a run is one of this stack, and nobody records it any more."""
+    headers = list(read_headers(run))
+    is_own = bool(headers) and all(header.get("stack") == stack for header in headers)
+    return is_own and not any(is_alive(header, run) for header in headers)
+
+
+def is_alive(header: Mapping[str, Any], run: Path) -> bool:
+    """Return whether the process that wrote a header still records."""
+    if header.get("host") != socket.gethostname():
+        return time.time() - get_last_write(run) < _FRESH_SECONDS
+    pid, start = header.get("pid"), header.get("start")
+    if not isinstance(pid, int) or not isinstance(start, int) or pid <= 0:
+        return False
+    return processes.ProcessId(pid, start).alive
+
+
+def remove_run(run: Path) -> None:
+    """Remove the files of a run, and its directory if nothing else is in it."""
+    with contextlib.suppress(OSError):
+        if run.is_symlink() or run.lstat().st_uid != os.getuid():
+            return
+        for path in run.glob("*.jsonl*"):
+            path.unlink(missing_ok=True)
+        run.rmdir()

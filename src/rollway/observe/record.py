@@ -4,14 +4,12 @@
     never waits, never raises          │    └──► <what>-<pid>-<hex>.s000001.jsonl  samples, steps
                                        └── a full disk: keeps what it can, counts what it drops
 
-Each file begins with a header, which names its schema, process and clock. A line is handed to the
+Each file begins with a header, which names its schema and process. A line is handed to the
 kernel as soon as its thread has it: a killed process loses the line that it was writing. A disk
 that was full gets the rest of a torn line first, so that line is whole again.
 
 Samples have files of their own, because they are many: rollway.observe.thinning bounds their size.
-Events are never left out. Times `t` are seconds since 1970; `clock.offset` in the header is
-what has to be added to get the time of the node of the stack's services. Another header follows
-when it is measured anew.
+Events are never left out. Times `t` are seconds since 1970, of the node that records.
 """
 
 from __future__ import annotations
@@ -26,29 +24,195 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 
-from rollway import private, processes
+from rollway import private_files, processes
 from rollway.errors import RollwayError
 from rollway.observe.thinning import Segments
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
+"""Files of another one are not read."""
 THINNED = frozenset({"sample", "rollouts", "step"})
 """Kinds of entries that are in the files of samples."""
 LARGEST_QUEUE = 10_000
 LARGEST_BYTES = 256 << 20
 RETRY_SECONDS = 1.0
-SMALLEST_OFFSET = 0.02
-"""Clocks that differ less count as equal: the measurement is not better."""
 _PENDING_BYTES = 1 << 20
 
 Entry = dict[str, Any]
+
+
+# --- the lines of a record -----------------------------------------------------------------------
+#
+#    header    the first line of each file        event    joins, deaths, faults, versions, ends
+#    workers   all workers, after every change    step     a worker begins a step of a refit
+#    refit     a refit has ended                  rollouts what was returned since the entry before
+#    sample    scraped metrics                    mismatch trainer against engine, of one version
+#    trainer   a step of the trainer has ended    forks, gateway    counts of a gateway
+#    adapters  one was loaded or unloaded
+#
+# Instance ids are text: they exceed what a double holds, and so do numbers of 2**53.
+
+Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Time = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
+
+
+class Timed(TypedDict):
+    t: Time
+
+
+class RunHeader(Timed):
+    schema: int
+    process: str
+    pid: NotRequired[int]
+    start: NotRequired[int]
+    host: NotRequired[str]
+    stack: NotRequired[str]
+    run: NotRequired[str]
+    rollway: NotRequired[str]
+
+
+class Event(Timed):
+    event: str
+    detail: NotRequired[str]
+    worker: NotRequired[str | None]
+    instance: NotRequired[str | None]
+
+
+class RefitStep(Timed):
+    refit: Count
+    worker: str
+    step: str
+
+
+class RefittedWorker(TypedDict):
+    instance_id: str
+    state: str
+    version: NotRequired[int | None]
+    proof: NotRequired[str]
+    strategy: NotRequired[str]
+    preflight_seconds: NotRequired[Amount]
+    pause_seconds: NotRequired[Amount]
+    update_seconds: NotRequired[Amount]
+    resume_seconds: NotRequired[Amount]
+    waited_seconds: NotRequired[Amount]
+    paused_seconds: NotRequired[Amount]
+    calls: NotRequired[Count]
+    steps: NotRequired[dict[str, Amount]]
+    memory: NotRequired[dict[str, list[dict[str, Any]]]]
+    error: NotRequired[str | None]
+
+
+class RefitSummary(TypedDict):
+    version: Count
+    mode: NotRequired[str]
+    seconds: NotRequired[Amount]
+    paused_seconds: NotRequired[Amount]
+    waited_seconds: NotRequired[Amount]
+    passes: NotRequired[Count]
+    workers: list[RefittedWorker]
+
+
+class RefitEnd(Timed):
+    began: Time
+    report: RefitSummary
+    outcome: str
+    transport: NotRequired[str | None]
+    bytes: NotRequired[Count | None]
+    error: NotRequired[str | None]
+
+
+class Sample(Timed):
+    values: dict[str, dict[str, float]]
+
+
+class RolloutCounts(Timed):
+    seconds: Amount
+    count: Count
+    tokens: Count
+    prompt_tokens: NotRequired[Count]
+    cached_tokens: NotRequired[Count]
+    latency: NotRequired[dict[str, Amount] | None]
+    first_token: NotRequired[dict[str, Amount] | None]
+    lengths: NotRequired[dict[str, Amount] | None]
+    retries: NotRequired[dict[str, Count]]
+    cut: NotRequired[Count]
+    continued: NotRequired[Count]
+    not_believed: NotRequired[Count]
+    versions: NotRequired[dict[str, Count]]
+    histograms: NotRequired[dict[str, dict[int, int]]]
+    """Counts of lengths by their number of bits: `prompt` and `sampled`."""
+
+
+class Mismatch(Timed):
+    version: Count | None
+    k1: NotRequired[float | None]
+    k3: Amount
+    max: NotRequired[Amount | None]
+    tokens: NotRequired[Count | None]
+
+
+class AdapterLoads(Timed):
+    versions: dict[str, Count]
+    """How many versions of each LoRA adapter the workers hold."""
+
+
+class Forks(Timed):
+    reason: str
+    count: Count
+
+
+class GatewayCounts(Timed):
+    sessions: Count
+    turns: Count
+
+
+class TrainerStep(Timed):
+    step: Count
+    seconds: Amount
+    parts: dict[str, Amount]
+
+
+class ListedWorker(TypedDict):
+    name: str
+    instance: str | None
+    state: str
+    node: NotRequired[str]
+    role: NotRequired[str]
+    version: NotRequired[int | None]
+    restarts: NotRequired[Count]
+    pid: NotRequired[int | None]
+    model: NotRequired[str | None]
+
+
+class WorkerList(Timed):
+    workers: list[ListedWorker]
+
+
+SHAPES: dict[str, Any] = {
+    "header": RunHeader,
+    "event": Event,
+    "step": RefitStep,
+    "refit": RefitEnd,
+    "sample": Sample,
+    "rollouts": RolloutCounts,
+    "mismatch": Mismatch,
+    "adapters": AdapterLoads,
+    "forks": Forks,
+    "gateway": GatewayCounts,
+    "trainer": TrainerStep,
+    "workers": WorkerList,
+}
+"""The fields of each kind of entry; a reader leaves out lines without them."""
+
+
+# --- writing it -----------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -68,7 +232,6 @@ class Recorder:
         *,
         stack: str = "",
         run: str = "",
-        offset: float = 0.0,
         began: float | None = None,
         largest_bytes: int = LARGEST_BYTES,
     ) -> None:
@@ -78,7 +241,6 @@ class Recorder:
         self.run = run
         self.dropped = 0
         """How many entries were not recorded."""
-        self._offset = offset
         self._first_time = began
         self._largest_bytes = largest_bytes
         self._starting = threading.Lock()
@@ -118,12 +280,6 @@ class Recorder:
         """Queue an event."""
         self.write("event", event=event, detail=detail, **fields)
 
-    def set_offset(self, offset: float) -> None:
-        """Note how far this clock is from that of the stack's services, for entries from now on."""
-        if abs(offset - self._offset) >= SMALLEST_OFFSET:
-            self._offset = offset
-            self.write(**{**self._make_header(), "t": time.time()})
-
     def flush(self, seconds: float = 5.0) -> bool:
         """Wait until all entries so far are written; return False if that takes too long."""
         goal = self._queued
@@ -152,7 +308,7 @@ class Recorder:
 
     def _run(self) -> None:
         """Write until closed. Nothing that goes wrong here may reach the process."""
-        self._writer = _Writer(self._make_header, self._get_path, self._largest_bytes)
+        self._writer = _Writer(self, self._largest_bytes)
         told = 0
         while True:
             self._wake.wait(
@@ -183,7 +339,7 @@ class Recorder:
                 self._written = self._taken
             self._progress.notify_all()
 
-    def _make_header(self) -> Entry:
+    def make_header(self) -> Entry:
         return {
             "kind": "header",
             "schema": SCHEMA,
@@ -195,12 +351,7 @@ class Recorder:
             "stack": self.stack,
             "run": self.run,
             "rollway": _read_version(),
-            "clock": {"offset": self._offset},
         }
-
-    def _get_path(self) -> Path:
-        private.make_directory(self.directory)
-        return self.directory / f"{self.process}-{self._pid}-{secrets.token_hex(4)}.jsonl"
 
 
 def _read_version() -> str:
@@ -217,11 +368,8 @@ def _make_drop_event(dropped: int) -> Entry:
 class _Writer:
     """The files of one process: lines that are not written yet, and the size of what is."""
 
-    def __init__(
-        self, make_header: Callable[[], Entry], get_path: Callable[[], Path], largest_bytes: int
-    ) -> None:
-        self._make_header = make_header
-        self._get_path = get_path
+    def __init__(self, recorder: Recorder, largest_bytes: int) -> None:
+        self._recorder = recorder
         self._path: Path | None = None
         self._main = _File()
         self._samples = _File()
@@ -243,18 +391,18 @@ class _Writer:
             line = msgspec.json.encode(entry, enc_hook=str)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
             return False
-        files = [self._samples if entry["kind"] in THINNED else self._main]
-        if entry["kind"] == "header":  # one that has not begun yet begins with it
-            files = [file for file in (self._main, self._samples) if file.is_open]
-        for file in files:
-            file.pending += line + b"\n"
+        file = self._samples if entry["kind"] in THINNED else self._main
+        file.pending += line + b"\n"
         return True
 
     def write(self) -> None:
         """Write as much as the disk takes; the rest stays for the next time."""
         try:
             if self._path is None and self.is_behind:
-                self._path = self._get_path()
+                recorder = self._recorder
+                private_files.make_directory(recorder.directory)
+                name = f"{recorder.process}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
+                self._path = recorder.directory / name
             if self._path is not None:
                 self._write_files(self._path)
             self._has_told = False
@@ -265,11 +413,11 @@ class _Writer:
 
     def _write_files(self, path: Path) -> None:
         if not self._main.is_open:  # also for samples alone: its header names the process
-            self._main.open(path, self._make_header())
+            self._main.open(path, self._recorder.make_header())
         self._main.write()
         if self._samples.pending:
             if not self._samples.is_open:
-                self._samples.open(self._segments.add(path), self._make_header())
+                self._samples.open(self._segments.add(path), self._recorder.make_header())
             self._samples.write()
             if self._samples.size > self._segments.segment_bytes:
                 self._samples.close()
@@ -294,7 +442,7 @@ class _File:
         return self._handle is not None
 
     def open(self, path: Path, header: Entry) -> None:
-        self._handle = private.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_EXCL)
+        self._handle = private_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_EXCL)
         self.size = 0
         self.pending[:0] = msgspec.json.encode(header) + b"\n"
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from rollway.errors import RollwayError
 from rollway.http import Http
 from rollway.observe.metrics import RATE, make_labels_key
-from rollway.observe.pages import Buckets, Families, History, find_percentiles
+from rollway.observe.metrics_reader import Buckets, Families, ProcessMetrics, find_percentiles
 from rollway.observe.record import Recorder
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ Values = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class MetricsTarget:
     """A process with a page of metrics."""
 
     name: str
@@ -53,7 +53,7 @@ class Sampler:
     def __init__(
         self,
         recorder: Recorder,
-        list_targets: Callable[[], Sequence[Target]],
+        list_targets: Callable[[], Sequence[MetricsTarget]],
         *,
         interval: float = 2.0,
         include: Sequence[str] = (),
@@ -66,7 +66,7 @@ class Sampler:
             source: Families(source, include if source == "worker" else (), exclude)
             for source in ("worker", "frontend")
         }
-        self._histories: dict[tuple[str, str], History] = {}
+        self._histories: dict[tuple[str, str], ProcessMetrics] = {}
         self._cpu: tuple[float, float] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollway-sampler", daemon=True)
@@ -127,20 +127,20 @@ class Sampler:
         self._add_own(values)
         return values
 
-    async def _read(self, http: Http, target: Target) -> str | None:
+    async def _read(self, http: Http, target: MetricsTarget) -> str | None:
         return await read_page(http, target.url, max(self._interval, SHORTEST_TIMEOUT))
 
     def _add(
         self,
         values: Values,
         buckets: dict[tuple[str, str], list[Buckets]],
-        target: Target,
+        target: MetricsTarget,
         page: str,
         key: str,
     ) -> None:
         families = self._families[target.source]
         scrape = families.parse(page)
-        history = self._histories.setdefault((target.source, target.name), History())
+        history = self._histories.setdefault((target.source, target.name), ProcessMetrics())
         kinds = {name: families.find(name) for name in scrape.values}
         counters = [name for name, metric in kinds.items() if metric.kind == "counter"]
         change = history.advance(scrape, time.monotonic(), target.process, counters)

@@ -135,8 +135,8 @@ def note_mismatch(
         tokens: how many tokens were compared.
 
     Example:
-        figures = rollway.rollout.mismatch.mismatch(trainer_logprobs, engine_logprobs)
-        rollway.observe.note_mismatch(3, figures.k3, k1=figures.k1, max=figures.max_abs)
+        d = trainer_logprobs - engine_logprobs
+        rollway.observe.note_mismatch(3, float((d.exp() - d - 1).mean()), max=float(d.abs().max()))
     """
     for recorder in list(_recorders):
         recorder.write("mismatch", version=version, k1=k1, k3=k3, max=max, tokens=tokens)

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollway import private
+from rollway import private_files
 
 SEGMENT = re.compile(r"\.s\d{6}\.jsonl$")
 """The end of the name of a file of samples."""
@@ -76,7 +76,7 @@ class Segments:
             return
         with contextlib.suppress(OSError):
             _, _, entries = later.path.read_bytes().partition(b"\n")  # without its header
-            private.replace_file(earlier.path, earlier.path.read_bytes() + entries)
+            private_files.replace_file(earlier.path, earlier.path.read_bytes() + entries)
             later.path.unlink()
             self._segments.remove(later)
 
@@ -94,7 +94,7 @@ def thin(path: Path) -> bool:
                     is_odd = not is_odd
                     if is_odd:
                         kept.append(line)
-        private.replace_file(path, b"".join(kept))
+        private_files.replace_file(path, b"".join(kept))
     except OSError:
         return False
     return True

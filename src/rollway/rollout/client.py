@@ -13,30 +13,20 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from rollway.errors import RequestFailed, RolloutError, UsageError
-from rollway.http import read_error_message
-from rollway.observe.tally import RolloutTally, Tokens
-from rollway.observe.traces import Span as TraceSpan
+from rollway.errors import RolloutError, UsageError
+from rollway.observe.tally import Tokens
 from rollway.rollout.completion import Assembly, Completion
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.sender import (
-    Sender,
-    Trouble,
-    all_or_none,
-    check_prompt,
-    describe_error,
-    is_temporary,
-    make_retry_error,
-)
+from rollway.rollout.sender import Chunk, Question, Sender, all_or_none, check_prompt, events
 from rollway.rollout.trajectory import Rollout, Span, Trajectory
 from rollway.versions import Ticket
 
-__all__ = ["Rollout", "Rollouts", "Span"]
+__all__ = ["Rollout", "Rollouts", "Span", "events"]
 
 SIBLINGS = 16
 
@@ -84,12 +74,11 @@ class Rollouts(Sender):
         if n < 1:
             raise UsageError(f"n is {n}.", "Ask for at least one rollout.")
         chosen = sampling or Sampling()
-        sample = self._sample if self.tracer is None else self._sample_traced
         if n == 1:  # in the caller's task, so a cancelled call is either complete or has no token
-            return [await sample(prompt, chosen, group, version, salt)]
+            return [await self._sample(prompt, chosen, group, version, salt)]
         session = group or uuid.uuid4().hex
         seeded = ((chosen.offset_seed(i), share_session(session, i)) for i in range(n))
-        return await all_or_none(sample(prompt, *each, version, salt) for each in seeded)
+        return await all_or_none(self._sample(prompt, *each, version, salt) for each in seeded)
 
     async def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, n: int = 1
@@ -138,68 +127,19 @@ class Rollouts(Sender):
         if not self.wire.streams:
             raise UsageError(f"The wire `{self.wire.name}` cannot stream.", "Use `completions`.")
         trajectory = Trajectory(check_prompt(prompt_ids), sampling or Sampling(), self.adapter)
-        session, trouble = group, Trouble(self._patience)
-        with self._trace() as span:
-            async with self._slots, self._deadline():
-                began, is_first = time.monotonic(), True
-                while True:
-                    ticket = await self._ticket(trouble)
-                    body, assembly = self._request(trajectory, ticket, stream=True)
-                    headers = self._make_headers(session, span)
-                    try:
-                        async with self._http.stream_lines(
-                            self._url, body, timeout=self._timeout, headers=headers
-                        ) as lines:
-                            async for event in events(lines):
-                                if tokens := assembly.add(event):
-                                    trouble = Trouble(self._patience)
-                                    if is_first and self.tally is not None:
-                                        self.tally.add_first_token(time.monotonic() - began)
-                                    is_first = False
-                                    yield tokens
-                    except RequestFailed as error:  # the status of the answer: no token has arrived
-                        if not is_temporary(error):
-                            raise
-                        self._count_retry(error, span)
-                        if self._is_session_refused(error, headers):
-                            continue
-                        # The session may be bound to a worker that serves an older version.
-                        session = None
-                        await trouble.wait(describe_error(error, self.model))
-                        await self._refresh_workers()
-                        continue
-                    leg = assembly.finish()
-                    rollout = await self._add_leg(trajectory, leg, ticket, streamed=True)
-                    if rollout is not None:
-                        break
-                    if not leg.token_ids:
-                        await trouble.wait(make_retry_error(leg))
-            if span is not None:
-                span.finish(describe_rollout(self.model, rollout))
-        if self.tally is not None:
-            self._count(self.tally, rollout, trajectory, began)
-        yield rollout
-
-    async def _sample_traced(
-        self,
-        prompt: list[int],
-        sampling: Sampling,
-        session: str | None,
-        version: int | None,
-        salt: str,
-    ) -> Rollout:
-        """Sample in a span, which is the parent of the frontend's."""
-        assert self.tracer is not None
-        span = self.tracer.begin("rollway.rollout", is_client=True)
-        if not span.is_sampled:  # nobody asks how it ends
-            return await self._sample(prompt, sampling, session, version, salt, span)
-        try:
-            rollout = await self._sample(prompt, sampling, session, version, salt, span)
-        except BaseException as error:
-            span.finish({"rollway.model": self.model}, error=error)
-            raise
-        span.finish(describe_rollout(self.model, rollout))
-        return rollout
+        sample = _Sample(self, trajectory, session=group, is_streamed=True)
+        is_first = True
+        # Close at once: the worker must not sample for a caller that is gone.
+        with self._trace(sample):
+            async with aclosing(self._ask(sample)) as parts:
+                async for part in parts:
+                    if isinstance(part, Chunk) and part.token_ids:
+                        if is_first and self.tally is not None:
+                            self.tally.add_first_token(time.monotonic() - sample.began)
+                        is_first = False
+                        yield part.token_ids
+        self._finish(sample, part)
+        yield part
 
     async def _sample(
         self,
@@ -208,114 +148,96 @@ class Rollouts(Sender):
         session: str | None,
         version: int | None,
         salt: str,
-        span: TraceSpan | None = None,
     ) -> Rollout:
         """Sample until the rollout is complete and every token has a version."""
         trajectory = Trajectory(prompt, sampling, self.adapter, salt)
-        attempt = self._attempt(session, span)
-        async with self._slots, self._deadline():
-            began = time.monotonic()
-            while True:
-                ticket = await self._ticket(attempt.trouble, version)
-                body, assembly = self._request(trajectory, ticket, pin=attempt.pins.now)
-                answer = await self._send(body, ticket, attempt)
-                if answer is None:
-                    continue
-                assembly.add(answer)
-                leg, before = assembly.finish(), len(trajectory.token_ids)
-                with self._count_in_flight():
-                    rollout = await self._add_leg(trajectory, leg, ticket)
-                if rollout is not None:
-                    if self.tally is not None:
-                        self._count(self.tally, rollout, trajectory, began)
-                    return rollout
-                if span is not None:
-                    span.add_event("retry", cause=leg.finish_reason)
-                if len(trajectory.token_ids) > before:
-                    attempt.trouble = Trouble(self._patience)
-                else:
-                    await attempt.retry_elsewhere(ticket, leg)
+        sample = _Sample(self, trajectory, session=session, version=version)
+        with self._trace(sample):
+            rollout = await self._answer(sample)
+        self._finish(sample, rollout)
+        return rollout
 
-    def _count(
-        self, tally: RolloutTally, rollout: Rollout, trajectory: Trajectory, began: float
-    ) -> None:
-        """Count a rollout that is about to be returned."""
+    @contextmanager
+    def _trace(self, sample: _Sample) -> Iterator[None]:
+        """Give a sample its span, which is the parent of the frontend's; end it if the block
+        raises."""
+        if self.tracer is not None:
+            sample.span = self.tracer.begin("rollway.rollout", is_client=True)
+        try:
+            yield
+        except BaseException as error:
+            if sample.span is not None:
+                sample.span.finish({"rollway.model": self.model}, error=error)
+            raise
+
+    def _finish(self, sample: _Sample, rollout: Rollout) -> None:
+        """Count a rollout that is about to be returned, and end its span."""
+        if sample.span is not None:
+            sample.span.finish(describe_rollout(self.model, rollout))
+        if self.tally is None:
+            return
         spans, tokens = rollout.spans, len(rollout.token_ids)
         versions: Sequence[Tokens] = (
             ((spans[0].version, tokens),)  # nearly always, and faster
             if len(spans) == 1
             else [(span.version, span.end - span.start) for span in spans]
         )
-        tally.add_rollout(
-            time.monotonic() - began,
+        self.tally.add_rollout(
+            time.monotonic() - sample.began,
             len(rollout.prompt_ids),
             rollout.cached_tokens,
             tokens,
             versions,
-            trajectory.legs > 1,
+            sample.trajectory.legs > 1,
         )
 
-    async def _add_leg(
-        self,
-        trajectory: Trajectory,
-        completion: Completion,
-        ticket: Ticket,
-        *,
-        streamed: bool = False,
-    ) -> Rollout | None:
-        """Add a leg; return the rollout if it is complete, None if there is more to sample."""
-        # The engine computed the experts of tokens before the change once more.
-        has_wrong_experts = completion.is_mixed and trajectory.sampling.routed_experts
-        if has_wrong_experts or not await self._is_attributed(ticket, completion):
-            if self.tally is not None:
-                self.tally.add_not_believed()
-            if streamed:
-                raise await self._make_stream_error(ticket)
-            return None
+
+@dataclass(slots=True)
+class _Sample(Question[Rollout]):
+    """Asks for a rollout, leg by leg: what a refit or a dead worker cut is continued."""
+
+    client: Rollouts
+    trajectory: Trajectory
+
+    def build(self, ticket: Ticket, pin: int | None) -> tuple[dict[str, Any], Assembly]:
+        prompt, sampling = self.trajectory.next_leg()
+        wire = self.client.wire
+        body = wire.request(
+            self.client.model,
+            prompt,
+            sampling,
+            cache_salt=ticket.add_salt(self.trajectory.salt),
+            required_taint=ticket.taint,
+            pin=pin,
+            stamped=ticket.stamped,
+            stream=self.is_streamed,
+        )
+        return body, wire.assembly(sampling, len(prompt))
+
+    def counts(self, completion: Completion) -> bool:
+        # Of a mixed answer, the engine computed the experts before the change once more.
+        return not (completion.is_mixed and self.trajectory.sampling.routed_experts)
+
+    def take(self, completion: Completion, ticket: Ticket, raw: Any) -> Rollout | None:
+        trajectory = self.trajectory
         trajectory.add(completion, ticket.version)
         if completion.finish_reason != "aborted":
             return trajectory.rollout(completion.finish_reason, ticket.version)
         if trajectory.is_full:
             return trajectory.rollout("length", ticket.version)
-        if not self.resumes:
+        if not self.client.resumes:
             return trajectory.rollout("aborted", ticket.version)
-        # Nobody ends a rollout through an engine: a caller cancels its call. What did cut it may
-        # have left no trace by now, such as a refit that was cancelled and put the old version
-        # back, so there is nothing to ask before it is continued.
-        versions = self._versions
-        if ticket.version == versions.current and not versions.changing:
-            # Another process may have refitted the worker. Otherwise this process knows of the
-            # refit, and hundreds of cut rollouts need not ask.
-            await self._refresh_workers(now=True)
-        if streamed and trajectory.sampling.has_penalties and trajectory.token_ids:
+        if self.is_streamed and trajectory.sampling.has_penalties and trajectory.token_ids:
             raise RolloutError(
                 "A streamed rollout was cut, and cannot be continued with penalties."
             )
         trajectory.cut()
-        if self.tally is not None:
-            self.tally.add_cut()
+        if self.client.tally is not None:
+            self.client.tally.add_cut()
         return None
 
-    def _request(
-        self,
-        trajectory: Trajectory,
-        ticket: Ticket,
-        *,
-        pin: int | None = None,
-        stream: bool = False,
-    ) -> tuple[dict[str, Any], Assembly]:
-        prompt, sampling = trajectory.next_leg()
-        body = self.wire.request(
-            self.model,
-            prompt,
-            sampling,
-            cache_salt=ticket.add_salt(trajectory.salt),
-            required_taint=ticket.taint,
-            pin=pin,
-            stamped=ticket.stamped,
-            stream=stream,
-        )
-        return body, self.wire.assembly(sampling, len(prompt))
+    def count_kept(self) -> int:
+        return len(self.trajectory.token_ids)
 
 
 def describe_rollout(model: str, rollout: Rollout) -> dict[str, Any]:
@@ -339,23 +261,3 @@ def share_session(session: str, index: int) -> str:
     A large group would fill one worker while others are idle, so every SIBLINGS rollouts have their
     own session (64 rollouts on 4 workers: 4.7 s instead of 14.0 s)."""
     return session if index < SIBLINGS else f"{session}/{index // SIBLINGS}"
-
-
-async def events(lines: AsyncIterator[bytes]) -> AsyncIterator[object]:
-    """Yield the JSON objects of a server-sent event stream; raise if it ends before [DONE]."""
-    async for line in lines:
-        text = line.strip()
-        if not text.startswith(b"data:"):
-            continue
-        data = text[5:].strip()
-        if data == b"[DONE]":
-            return
-        try:
-            event = msgspec.json.decode(data)
-        except msgspec.DecodeError as error:
-            raise RolloutError(f"The stream contains invalid JSON: {error}.") from error
-        if isinstance(event, dict) and "choices" not in event:
-            message = read_error_message(data.decode(errors="replace"))
-            raise RolloutError(f"The stream ended with an error: {message}")
-        yield event
-    raise RolloutError("The stream broke off before [DONE].")

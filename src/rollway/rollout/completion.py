@@ -52,6 +52,8 @@ class Completion:
     sampling_mask: list[list[int]] | None = None
     """For each token, the ids that top-k, top-p and min-p had left; None if the engine does not say
     (vLLM's `return-sampling-mask`)."""
+    prompt_logprobs: Any = None
+    """As the engine sent them; see `rollway.rollout.teacher`."""
 
     @property
     def is_mixed(self) -> bool:
@@ -77,6 +79,7 @@ class Assembly:
     _experts: Any = None
     _versions: list[tuple[int, int]] | None = None
     _mask: list[list[int]] = field(default_factory=list)
+    _prompt_logprobs: Any = None
     _has_ids: bool = False
 
     def add(self, raw: Any) -> list[int]:
@@ -104,6 +107,7 @@ class Assembly:
             versions=None if self._has_migrated else self._versions,
             prefill_worker_id=None if self._has_migrated else self._prefill_worker_id,
             sampling_mask=self._mask if len(self._mask) == len(self.token_ids) else None,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def _add_ids(self, token_ids: list[int] | None) -> list[int]:
@@ -120,6 +124,7 @@ class Assembly:
         self._worker_id = self._worker_id if nvext.worker is None else nvext.worker
         self._prefill_worker_id = nvext.prefill_worker or self._prefill_worker_id
         self._experts = nvext.routed_experts or self._experts
+        self._prompt_logprobs = nvext.prompt_logprobs or self._prompt_logprobs
         if nvext.engine_data is not None:
             self._versions = nvext.engine_data.rollway_versions or self._versions
             self._mask += nvext.engine_data.sampling_mask or []

@@ -1,15 +1,14 @@
 """The experts of a mixture-of-experts model that ran for each token, as engines report them.
 
-Dynamo sends `{data, shape, start, dtype}` with base64 bytes, plain vLLM a base64 `.npy` file, NeMo
-a string `nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>` or nested lists. All of them become
-`RoutedExperts`; inconsistent data is an error. A trainer that replays these choices
-(`rollway.rollout.replay`) runs the same experts as the engine.
+Dynamo sends `{data, shape, start, dtype}` with base64 bytes, plain vLLM a base64 `.npy` file. Both
+become `RoutedExperts`; inconsistent data is an error. A trainer that replays these choices
+(`examples/moe/replay_experts.py`) runs the same experts as the engine.
 """
 
 from __future__ import annotations
 
 import base64
-import re
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,13 +29,6 @@ _WIRE: dict[str, np.dtype[Any]] = {
     "int32": np.dtype("<i4"),
     "int64": np.dtype("<i8"),
 }
-_ENVELOPE = re.compile(r"nrlre1:(\w{1,16}):(\d{1,18})x(\d{1,18})x(\d{1,18}):(.*)", re.DOTALL)
-_NPY_MAGIC = b"\x93NUMPY"
-# np.load would allocate whatever a header claims; this matches exactly what np.save writes.
-_NPY_HEADER = re.compile(
-    rb"\{'descr': '[<|]([iu])([1248])', 'fortran_order': (False|True), "
-    rb"'shape': \((\d{1,18}), (\d{1,18}), (\d{1,18})\), \}[ \n]*"
-)
 _ENOUGH_ZEROS = 16  # with top-1 routing, fewer zeros may be the router's own choice
 _BYPASSED = (
     "A fused MoE kernel (FlashInfer, TRT-LLM) routes without the engine's capture: turn that "
@@ -203,20 +195,9 @@ def join(*parts: RoutedExperts) -> RoutedExperts:
     return RoutedExperts(np.concatenate([part.ids for part in parts]), parts[0].start)
 
 
-def decode(raw: Any, *, experts: int | None = None, start: int = 0) -> RoutedExperts:
-    """Read any of the forms. `experts`, the model's number of them, bounds the ids and sets the
-    dtype. `start` is the position of row 0 for forms that do not contain it."""
-    if isinstance(raw, dict):
-        routed = _from_mapping(raw)
-    elif isinstance(raw, str):
-        routed = _from_envelope(raw, start) if raw.startswith("nrlre1:") else _from_npy(raw, start)
-    elif isinstance(raw, list):
-        routed = _from_lists(raw, start)
-    else:
-        raise RolloutError(
-            f"Routed experts have the type {type(raw).__name__}, which is not a known form."
-        )
-    return routed if experts is None else routed.cast(experts)
+def decode(raw: Any) -> RoutedExperts:
+    """Read either form."""
+    return _from_npy(raw) if isinstance(raw, str) else _from_mapping(raw)
 
 
 def read_capture(raw: Any) -> RoutedExperts:
@@ -248,75 +229,23 @@ class _Mapping(msgspec.Struct):
     data: str
     shape: tuple[int, int, int]
     start: int | None = None
-    dtype: str | None = None
+    dtype: str = "uint8"
 
 
-def _from_mapping(raw: dict[Any, Any]) -> RoutedExperts:
+def _from_mapping(raw: Any) -> RoutedExperts:
     try:
         fields = msgspec.convert(raw, _Mapping)
-    except msgspec.ValidationError as error:
-        raise RolloutError(f"Routed experts have the wrong shape: {error}.") from error
-    ids = _array(_unbase64(fields.data), fields.dtype or "uint8", fields.shape)
+        data = base64.b64decode(fields.data, validate=True)
+        ids = np.frombuffer(data, dtype=_WIRE[fields.dtype]).reshape(fields.shape)
+    except (ValueError, KeyError) as error:
+        raise RolloutError(f"Routed experts cannot be read: {error}.") from error
     return RoutedExperts(ids, fields.start or 0)
 
 
-def _from_envelope(raw: str, start: int) -> RoutedExperts:
-    match = _ENVELOPE.fullmatch(raw)
-    if match is None:
-        raise RolloutError(
-            f"Routed experts begin with `{raw[:40]}`, which is not "
-            "nrlre1:<dtype>:<rows>x<layers>x<top_k>:<base64>."
-        )
-    dtype, *shape, data = match.groups()
-    return RoutedExperts(_array(_unbase64(data), dtype, [int(size) for size in shape]), start)
-
-
-def _from_npy(raw: str, start: int) -> RoutedExperts:
-    data = _unbase64(raw)
-    length, body = int.from_bytes(data[8:10], "little"), 10
-    if data[6:7] > b"\x01":
-        length, body = int.from_bytes(data[8:12], "little"), 12
-    header = _NPY_HEADER.fullmatch(data, body, body + length)
-    if not data.startswith(_NPY_MAGIC) or header is None:
-        raise RolloutError(
-            "A string of routed experts is base64, but not of a .npy file with three dimensions of "
-            "integers."
-        )
-    kind, size, fortran, *shape = (group.decode() for group in header.groups())
-    name = f"{'u' if kind == 'u' else ''}int{int(size) * 8}"
-    sizes = [int(part) for part in shape]
-    if fortran == "True":
-        return RoutedExperts(_array(data[body + length :], name, sizes[::-1]).T, start)
-    return RoutedExperts(_array(data[body + length :], name, sizes), start)
-
-
-def _from_lists(raw: list[Any], start: int) -> RoutedExperts:
+def _from_npy(raw: str) -> RoutedExperts:
     try:
-        ids = np.array(msgspec.convert(raw, list[list[list[int]]]), dtype=np.int32)
-    except (ValueError, OverflowError) as error:
-        raise RolloutError(f"A list of routed experts has the wrong shape: {error}.") from error
-    return RoutedExperts(ids, start)
-
-
-def _unbase64(data: str) -> bytes:
-    try:
-        return base64.b64decode(data, validate=True)
-    except ValueError as error:
-        raise RolloutError(f"Routed experts are not base64: {error}.") from error
-
-
-def _array(data: bytes, name: str, shape: Sequence[int]) -> npt.NDArray[Any]:
-    dtype = _WIRE.get(name)
-    if dtype is None:
-        raise RolloutError(
-            f"Routed experts have the dtype `{name[:40]}`.", f"Use one of {', '.join(_WIRE)}."
-        )
-    rows, layers, top_k = shape
-    if rows < 0 or layers < 1 or top_k < 1:
-        raise RolloutError(f"Routed experts have the invalid shape {list(shape)}.")
-    wanted = rows * layers * top_k * dtype.itemsize
-    if len(data) != wanted:
-        raise RolloutError(
-            f"Routed experts have {len(data)} bytes; {list(shape)} in {name} needs {wanted}."
-        )
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
+        file = io.BytesIO(base64.b64decode(raw, validate=True))
+        ids = np.lib.format.read_array(file)  # type: ignore[no-untyped-call]
+    except Exception as error:  # numpy parses the header as Python, and raises what that raises
+        raise RolloutError(f"Routed experts are no .npy file: {error}.") from error
+    return RoutedExperts(ids)

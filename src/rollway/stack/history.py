@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollway.config import StackSpec, is_loopback
-from rollway.observe.clock import Clock, follow_clock
+from rollway.observe.read import prune_runs, remove_run
 from rollway.observe.record import Recorder
-from rollway.observe.runs import prune_runs, remove_run
-from rollway.observe.sample import Sampler, Target
+from rollway.observe.sample import MetricsTarget, Sampler
+from rollway.spec import StackSpec, is_loopback
 from rollway.stack.commands import WILDCARDS
 from rollway.stack.state import LOADED, ProcessState, StackState, find_record_dir
 
@@ -27,7 +26,6 @@ class StackHistory:
         self._directory = find_record_dir(state)
         self._recorder: Recorder | None = None
         self._sampler: Sampler | None = None
-        self._clock: Clock | None = None
         self._workers: list[dict[str, Any]] = []
         self._noted_at = float("-inf")
         self._stack, _, run = spec.observe.part_of.partition("/")
@@ -41,7 +39,7 @@ class StackHistory:
                 largest_bytes=int(spec.observe.max_mb * 1e6),
             )
 
-    def note(self, event: str, state: ProcessState | None, **details: Any) -> None:
+    def note(self, event: str, state: ProcessState | None = None, detail: str = "") -> None:
         """Record an event, of one process or of the whole stack."""
         if self._recorder is None:
             return
@@ -49,8 +47,7 @@ class StackHistory:
         if state is not None:
             instance = None if state.instance is None else str(state.instance)
             fields = {"worker": state.name, "instance": instance}
-        detail = details.get("detail") or details.get("message") or ""
-        self._recorder.event(event, str(detail), **fields)
+        self._recorder.event(event, detail, **fields)
 
     def note_state(self, state: StackState, *, now: bool = False) -> None:
         """Record all workers, if anything about one of them has changed. Of many workers only once
@@ -79,14 +76,10 @@ class StackHistory:
             exclude=observe.exclude,
         )
         self._sampler.start()
-        if self._spec.join is not None:
-            self._clock = follow_clock(self._recorder, self._spec.join.frontend)
 
     def stop_sampling(self) -> None:
         if self._sampler is not None:
             self._sampler.close()
-        if self._clock is not None:
-            self._clock.close()
 
     def close(self, *, ended_well: bool) -> None:
         """Write what is left. Runs beyond `keep_runs`, which counts this one, too, are removed."""
@@ -105,16 +98,18 @@ class StackHistory:
         return self._spec.keep_runs if own is None else own
 
 
-def list_targets(state: StackState) -> list[Target]:
+def list_targets(state: StackState) -> list[MetricsTarget]:
     """Return where the processes of a stack have their metrics: workers with weights, and the
     frontend if it is one of them."""
     targets = [
-        Target(p.name, f"{p.admin_url}/metrics", role=p.worker_role, process=(p.pid, p.start))
+        MetricsTarget(
+            p.name, f"{p.admin_url}/metrics", role=p.worker_role, process=(p.pid, p.start)
+        )
         for p in state.processes
         if p.role == "worker" and p.state in LOADED and p.admin_url
     ]
     targets += [
-        Target(p.name, f"{state.frontend}/metrics", "frontend", process=(p.pid, p.start))
+        MetricsTarget(p.name, f"{state.frontend}/metrics", "frontend", process=(p.pid, p.start))
         for p in state.processes
         if p.role == "frontend" and p.state == "ready" and state.frontend
     ]

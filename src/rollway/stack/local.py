@@ -10,33 +10,33 @@ import contextlib
 import functools
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollway import private, processes
+from rollway import private_files, processes
 from rollway.errors import RollwayError, StackNotRunning, StartError, StateUnreadable, UsageError
 from rollway.processes import ProcessId
-from rollway.stack.launch import make_name_error, spawn_supervisor, wait_until_ready
+from rollway.stack.launch import Child, make_name_error, spawn_supervisor, wait_until_ready
 from rollway.stack.locks import NamedLock, sweep_abandoned
-from rollway.stack.run_dir import list_run_dirs, remove_run_dir
 from rollway.stack.state import (
     DETACH,
     StackDir,
     StackState,
     get_stop_seconds,
     is_ray_part,
+    list_run_dirs,
     list_stack_names,
     list_stacks,
     list_unreadable_stacks,
+    remove_run_dir,
 )
 from rollway.weights.adapter import remove_abandoned
 
 if TYPE_CHECKING:  # a Keeper imports this module, and does not need most of what this imports
-    from rollway.config import StackSpec
+    from rollway.spec import StackSpec
 
 Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.1
@@ -52,26 +52,21 @@ class RunningStack:
 
     directory: StackDir
     state: StackState
-    _supervisor: subprocess.Popen[bytes]
-    _lifeline: int
+    _supervisor: Child
 
     def detach(self) -> None:
         """Leave the stack running when this process ends."""
-        try:
-            os.write(self._lifeline, DETACH)
-        except BrokenPipeError:
+        is_running = self._supervisor.send(DETACH)
+        self._supervisor.let_go()
+        if not is_running:
             raise StackNotRunning(
                 f"The stack `{self.directory.name}` ended as soon as it was ready.",
                 f"See {self.directory.path / 'supervisor.log'} and {self.state.log_dir}.",
-            ) from None
-        finally:
-            os.close(self._lifeline)
+            )
         # Popen warns about a child that is still running unless it has a return code.
-        self._supervisor.returncode = 0
+        self._supervisor.process.returncode = 0
 
     def stop(self, progress: Progress | None = None) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._lifeline)
         _stop_own(self.directory, self._supervisor, self.state.stop_seconds, progress)
 
 
@@ -99,14 +94,13 @@ def start(
                 f"{state.supervisor_pid}).",
                 f"Stop it with `rollway down {spec.name}`, or choose another name with --name.",
             )
-        supervisor, lifeline = spawn_supervisor(spec, directory, as_grandchild=as_grandchild)
+        supervisor = spawn_supervisor(spec, directory, as_grandchild=as_grandchild)
         try:
             state = wait_until_ready(directory, supervisor, progress)
         except BaseException:
-            os.close(lifeline)
             _stop_own(directory, supervisor, spec.stop_seconds, progress)
             raise
-        return RunningStack(directory, state, supervisor, lifeline)
+        return RunningStack(directory, state, supervisor)
     finally:
         stop_request.unlink(missing_ok=True)
         starting.release()
@@ -126,7 +120,7 @@ def stop(name: str, progress: Progress | None = None) -> None:
             return
         raise make_not_running_error(name)
     if state.is_supervised:
-        _stop_supervisors({state.supervisor}, directory, state.stop_seconds, progress)
+        _stop_supervisor(state.supervisor, directory, state.stop_seconds, progress)
     clear_leftovers(directory)
 
 
@@ -151,7 +145,7 @@ def _interrupt_start(directory: StackDir, progress: Progress | None) -> bool:
     if starter is None:
         return False
     request = directory.get_stop_request(starter)
-    os.close(private.open_file(request, os.O_WRONLY))
+    os.close(private_files.open_file(request, os.O_WRONLY))
     _wait_while(
         lambda: lock.find_holder() == starter, _LONGEST_INTERRUPT_SECONDS, directory, progress
     )
@@ -159,29 +153,21 @@ def _interrupt_start(directory: StackDir, progress: Progress | None) -> bool:
     return True
 
 
-def _stop_supervisors(
-    supervisors: set[ProcessId], directory: StackDir, seconds: float, progress: Progress | None
+def _stop_supervisor(
+    supervisor: ProcessId, directory: StackDir, seconds: float, progress: Progress | None
 ) -> None:
-    for supervisor in supervisors:
-        supervisor.send(signal.SIGTERM)
-    _wait_while(
-        lambda: any(supervisor.alive for supervisor in supervisors),
-        seconds + _SUPERVISOR_SECONDS,
-        directory,
-        progress,
-    )
-    for supervisor in supervisors:
-        supervisor.send(signal.SIGKILL)
-    processes.wait_gone(supervisors, 5.0)
+    supervisor.send(signal.SIGTERM)
+    _wait_while(lambda: supervisor.alive, seconds + _SUPERVISOR_SECONDS, directory, progress)
+    supervisor.send(signal.SIGKILL)
+    processes.wait_gone({supervisor}, 5.0)
 
 
 def _stop_own(
-    directory: StackDir,
-    supervisor: subprocess.Popen[bytes],
-    stop_seconds: float,
-    progress: Progress | None,
+    directory: StackDir, child: Child, stop_seconds: float, progress: Progress | None
 ) -> None:
     """Stop a supervisor that is a child of this process, and clear what it leaves."""
+    child.let_go()
+    supervisor = child.process
     with contextlib.suppress(ProcessLookupError):
         supervisor.terminate()
     # `poll` and not the pid: an exited child stays a zombie until its parent collects it.
@@ -193,7 +179,7 @@ def _stop_own(
         supervisor.wait()
     state = directory.read()
     if state is not None and state.is_supervised:  # its shell has been killed alone
-        _stop_supervisors({state.supervisor}, directory, stop_seconds, progress)
+        _stop_supervisor(state.supervisor, directory, stop_seconds, progress)
     clear_leftovers(directory)
 
 
@@ -216,17 +202,13 @@ def _wait_while(
 def _clear_unreadable(directory: StackDir) -> None:
     """Stop the processes of a stack whose state is unreadable; remove the state.
 
-    Its lock or the rest of the record names the supervisor, and the history names the run id, which
-    marks the processes."""
+    Its lock names the supervisor; the run id, which has a file of its own, marks the processes."""
     if directory.path.lstat().st_uid != os.getuid():
         raise make_not_running_error(directory.name)
-    recorded, run_id = directory.read_remains()
-    candidates = (NamedLock(directory.lock_name).find_holder(), recorded)
-    supervisors = {
-        process for process in candidates if process and processes.is_supervisor(process)
-    }
-    _stop_supervisors(supervisors, directory, 20.0, None)
-    if run_id is not None:
+    supervisor = NamedLock(directory.lock_name).find_holder()
+    if supervisor is not None:
+        _stop_supervisor(supervisor, directory, 20.0, None)
+    if (run_id := directory.read_run_id()) is not None:
         memory = processes.end(functools.partial(processes.find_members, run_id), 0.5)
         processes.remove_shared_memory(memory)
         for run_dir in list_run_dirs(run_id):

@@ -10,8 +10,8 @@ The directory belongs to the user and not to ROLLWAY_HOME: stacks of two homes m
 same port. A lock is valid for one boot of one machine and one network namespace, which is the scope
 of a TCP port: several machines may mount one home directory.
 
-Users share no lock, because one of them could hold it for ever. They publish a `Claim`, which other
-stacks respect while they have a choice; in the end the bind of the port decides.
+Users share no lock, because one of them could hold it for ever: between them the bind of a port
+decides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from rollway import private
+from rollway import private_files
 from rollway.errors import PortInUse, StartError
 from rollway.processes import ProcessId, boot_id, read_command, this_process
 from rollway.stack.state import home
@@ -42,7 +42,7 @@ from rollway.stack.state import home
 _POLL_SECONDS = 0.05
 _SILENT_SECONDS = 10.0
 _ABANDONED_SECONDS = 86400.0
-_locks: weakref.WeakSet[NamedLock | Claim] = weakref.WeakSet()
+_locks: weakref.WeakSet[NamedLock] = weakref.WeakSet()
 
 
 class NamedLock:
@@ -91,41 +91,12 @@ class NamedLock:
     def find_holder(self) -> ProcessId | None:
         """Return the living process that has written its name into the lock."""
         try:
-            note = private.read_file(get_lock_directory() / self._file_name, 100)
+            note = private_files.read_file(get_lock_directory() / self._file_name, 100)
             pid, start = map(int, note.split())
         except (OSError, ValueError):
             return None
         process = ProcessId(pid, start)
         return process if process.alive else None
-
-
-class Claim:
-    """A name that all users of the machine see in use. Nobody has to respect it."""
-
-    def __init__(self, name: str) -> None:
-        self._address = f"\0rollway/{name}"
-        self._socket: socket.socket | None = None
-        _locks.add(self)
-
-    def acquire(self) -> bool:
-        """Return whether the claim is held now; False if another process has it."""
-        holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            holder.bind(self._address)
-        except OSError as error:
-            holder.close()
-            if error.errno == errno.EADDRINUSE:
-                return False
-            raise
-        self._socket = holder
-        return True
-
-    def close(self) -> None:
-        holder, self._socket = self._socket, None
-        if holder is not None:
-            holder.close()
-
-    release = close
 
 
 def get_lock_directory() -> Path:
@@ -179,14 +150,14 @@ async def hold_machine_lock(
 
 
 def _make_directory(base: Path) -> Path:
-    return private.make_directory(private.make_directory(base) / "locks")
+    return private_files.make_directory(private_files.make_directory(base) / "locks")
 
 
 @functools.cache
 def _supports_locks(directory: Path) -> bool:
     """Return whether the filesystem supports `flock`; some network filesystems do not."""
     try:
-        handle = private.open_file(directory / ".probe", os.O_RDWR)
+        handle = private_files.open_file(directory / ".probe", os.O_RDWR)
     except OSError:  # a read-only filesystem, or over its quota
         return False
     try:
@@ -199,7 +170,7 @@ def _supports_locks(directory: Path) -> bool:
 
 
 def _try_lock(path: Path) -> int | None:
-    handle = private.open_file(path, os.O_RDWR)
+    handle = private_files.open_file(path, os.O_RDWR)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -237,10 +208,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 # two stacks of one user never choose the same, and it probes the port by binding it, so it never
 # chooses a port of another program.
 #
-# Stacks of two users cannot share a lock. They publish claims, which they respect while there is a
-# choice. A user who claims everything gains nothing: after a few foreign claims they are ignored,
-# and the bind of the port itself decides. Two users collide only if they ignore each other's claims
-# and choose the same port at the same moment; then one start fails with "address already in use".
+# Stacks of two users cannot share a lock. If they choose one port at the same moment, one start
+# fails with "address already in use".
 #
 # The range stays below 32768: Dynamo keeps the system port in a signed 16-bit number, and the
 # kernel uses ports from 32768 upwards for outgoing connections, which could occupy a port before
@@ -248,7 +217,6 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 FIRST, LAST = 20000, 32000
 _OPEN_FILES = 65536
-_FOREIGN_CLAIMS = 64  # respected by one lease before it ignores the rest
 
 
 class Lease:
@@ -256,9 +224,8 @@ class Lease:
 
     def __init__(self) -> None:
         _raise_file_limit()
-        self._locks: list[NamedLock | Claim] = []
+        self._locks: list[NamedLock] = []
         self._candidates = random.SystemRandom().sample(range(FIRST, LAST), LAST - FIRST)
-        self._foreign_claims = 0
 
     def reserve_port(self, wanted: int, host: str, what: str) -> int:
         """Reserve `wanted`, or any free port when it is 0."""
@@ -269,41 +236,20 @@ class Lease:
                     f"Choose another, or 0 for a free one; `ss -ltnp 'sport = :{wanted}'` "
                     "shows who has it.",
                 )
-            self._hold(Claim(f"port/{wanted}"))
             return wanted
         while self._candidates:
             port = self._candidates.pop()
-            if not self._reserve(port, host):
-                continue
-            if self._hold(Claim(f"port/{port}")) or self._foreign_claims >= _FOREIGN_CLAIMS:
+            if self._reserve(port, host):
                 return port
-            self._foreign_claims += 1
-            self._locks.pop().release()
         raise PortInUse(f"No port from {FIRST} to {LAST} is free on {host}.", "Stop some stacks.")
 
     def reserve_gpus(self, available: list[str], count: int) -> list[str]:
-        """Reserve `count` of these GPUs, in order, or fewer if other stacks have the rest.
-
-        GPUs that another user claims come last. Nothing verifies such a claim; if it is true, the
-        engine finds no free memory there and reports it."""
+        """Reserve `count` of these GPUs, in order, or fewer if other stacks have the rest."""
         chosen: list[str] = []
-        claimed: dict[str, NamedLock] = {}
         for gpu in available:
-            lock = NamedLock(f"gpu/{gpu}")
-            if len(chosen) == count or not lock.acquire():
-                continue
-            if self._hold(Claim(f"gpu/{gpu}")):
-                self._locks.append(lock)
+            if len(chosen) < count and self._hold(NamedLock(f"gpu/{gpu}")):
                 chosen.append(gpu)
-            else:
-                claimed[gpu] = lock
-        for gpu, lock in claimed.items():
-            if len(chosen) < count:
-                self._locks.append(lock)
-                chosen.append(gpu)
-            else:
-                lock.release()
-        return sorted(chosen, key=available.index)
+        return chosen
 
     def release(self) -> None:
         for lock in self._locks:
@@ -318,7 +264,7 @@ class Lease:
             return False
         return True
 
-    def _hold(self, lock: NamedLock | Claim) -> bool:
+    def _hold(self, lock: NamedLock) -> bool:
         if lock.acquire():
             self._locks.append(lock)
             return True
@@ -346,7 +292,7 @@ def can_bind(port: int, host: str) -> bool:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files: a port needs two, and the usual limit is 1,024."""
+    """Raise the limit of open files: each port needs one, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

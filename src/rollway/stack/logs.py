@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from rollway import private
+from rollway import private_files
 from rollway.errors import StartError
 from rollway.stack.locks import NamedLock
 from rollway.stack.state import StackDir, home, list_stacks
@@ -53,7 +53,7 @@ def follow(
     path: Path, *, lines: int = 20, poll_seconds: float = 0.2, ended: Callable[[], bool]
 ) -> Iterator[str]:
     """Yield the last lines, then new ones as they come, until `ended()` is true and all is read."""
-    follower = Follower(path, lines)
+    follower = LogFollower(path, lines)
     has_ended = False
     try:
         while True:
@@ -72,7 +72,7 @@ def follow(
         follower.close()
 
 
-class Follower:
+class LogFollower:
     """Reads a log line by line as it grows: its last lines first, then new ones."""
 
     def __init__(self, path: Path, lines: int) -> None:
@@ -206,7 +206,6 @@ def _get_inode(paths: list[Path]) -> int | None:
 # --- rotation and removal ------------------------------------------------------------------------
 
 
-EVENTS_BYTES = 2**20
 _COPY_BYTES = 2**20
 _NAMES = ".processes"
 _EARLIER = "earlier"
@@ -288,7 +287,7 @@ def list_rotated(path: Path) -> list[Path]:
 
 def record_names(log_dir: Path, names: Iterable[str]) -> None:
     """Record whose logs this directory gets: a user's own directory may hold other files."""
-    private.replace_file(log_dir / _NAMES, "".join(f"{name}\n" for name in names).encode())
+    private_files.replace_file(log_dir / _NAMES, "".join(f"{name}\n" for name in names).encode())
 
 
 def set_aside(log_dir: Path, stack: str) -> None:

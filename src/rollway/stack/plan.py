@@ -14,14 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollway.config import StackSpec
-from rollway.errors import StartError
-from rollway.model_spec import ModelSpec, WorkerRole, name_component, slug
+from rollway.errors import PortInUse, SpecError, StartError
+from rollway.model_spec import (
+    ModelSpec,
+    PlacedWorker,
+    WorkerRole,
+    merge_runtime_envs,
+    name_component,
+    name_workers,
+    normalise_option,
+    slug,
+)
 from rollway.processes import make_run_environment
-from rollway.ranks import PlacedWorker, merge_runtime_envs
-from rollway.stack import preset, workers
+from rollway.spec import StackSpec
+from rollway.stack import preset
 from rollway.stack.commands import (
     LOOPBACK,
+    NIXL_CONNECTOR,
     TRACES_ENDPOINT,
     get_dial_address,
     make_frontend_command,
@@ -30,7 +39,6 @@ from rollway.stack.commands import (
     make_worker_command,
 )
 from rollway.stack.locks import Lease
-from rollway.stack.workers import name_worker, place_here
 
 Role = Literal["service", "worker", "frontend"]
 
@@ -178,7 +186,7 @@ class _Planner:
         if placed is None:
             placed = place_here(self.spec, self.ports)
         for name in {worker.model for worker in placed}:
-            workers.check_nixl(models[name], self.python)
+            check_nixl(models[name], self.python)
         return [self._plan_worker(models[w.model].roles[w.role], w) for w in placed]
 
     def plan_frontend(self) -> ProcessPlan:
@@ -200,7 +208,7 @@ class _Planner:
             what = "a worker's admin port"
             ports["system"] = self.ports.reserve_port(placed.admin_port, host, what)
         if placed.role and model.engine == "vllm":
-            ports["kv"] = workers.reserve_side_channel(self.ports, get_dial_address(host), model)
+            ports["kv"] = reserve_side_channel(self.ports, get_dial_address(host), model)
         if model.engine == "vllm" and (endpoint := self._traces.get(TRACES_ENDPOINT)):
             args = {"otlp-traces-endpoint": endpoint, **model.args}
             model = model.model_copy(update={"args": args})
@@ -305,3 +313,110 @@ def find_required_program(name: str, python: str) -> str:
             "tcp) need no server.",
         )
     return program
+
+
+# --- the workers of this machine -----------------------------------------------------------------
+
+
+def place_here(spec: StackSpec, lease: Lease) -> list[PlacedWorker]:
+    """Place all workers on this machine, each with consecutive GPUs if there are any."""
+    requested = spec.env.get("CUDA_VISIBLE_DEVICES")
+    available = preset.list_gpus() if requested is None else preset.parse_gpus(requested)
+    workers = [
+        (settings, role, replica)
+        for model in spec.models
+        for role, settings in model.roles.items()
+        for replica in range(settings.replicas)
+    ]
+    for model, _, _ in workers if available else ():
+        _check_own_gpus(model)
+    counts = [
+        _count_local_ranks(model)
+        if available and model.engine == "vllm" and "CUDA_VISIBLE_DEVICES" not in model.env
+        else 0
+        for model, _, _ in workers
+    ]
+    needed = sum(counts)
+    leased = lease.reserve_gpus(available, needed)
+    if len(leased) < needed:
+        raise SpecError(
+            f"The workers need {needed} GPUs (replicas x tensor_parallel x pipeline_parallel x "
+            f"data_parallel); {len(available)} are visible, {len(leased)} of them not taken by "
+            "another stack.",
+            "Lower `replicas` or the parallel sizes, or place them yourself with "
+            "`env: {CUDA_VISIBLE_DEVICES: …}` on the model.",
+        )
+    remaining = iter(leased)
+    return [
+        PlacedWorker(
+            model=model.name,
+            role=role,
+            replica=replica,
+            gpus=[next(remaining) for _ in range(count)],
+        )
+        for (model, role, replica), count in zip(workers, counts, strict=True)
+    ]
+
+
+def name_worker(placed: PlacedWorker) -> str:
+    """Return the name of a worker's process, unique in the whole stack."""
+    parts = [name_workers(slug(placed.model), placed.role), str(placed.replica)]
+    rank = f"rank{placed.node_rank}" if placed.is_headless else ""
+    return "-".join(part for part in (*parts, rank) if part)
+
+
+def _count_local_ranks(model: ModelSpec) -> int:
+    """Return how many ranks of a worker run on this machine, if the user's own raw arguments
+    spread its data-parallel engines over several."""
+    args = {normalise_option(name): value for name, value in model.args.items()}
+    if any(name in args for name in ("data-parallel-rank", "dpn")):
+        local = 1
+    else:
+        local = int(args.get("data-parallel-size-local") or args.get("dpl") or model.data_parallel)
+    return model.ranks // model.data_parallel * local
+
+
+def _check_own_gpus(model: ModelSpec) -> None:
+    """Refuse a model whose environment names fewer GPUs than its workers have ranks.
+
+    vLLM gives each rank a device of its own, and NCCL forms no group of two ranks on one device."""
+    visible = model.env.get("CUDA_VISIBLE_DEVICES")
+    if model.engine != "vllm" or visible is None:
+        return
+    named, ranks = len(set(preset.parse_gpus(visible))), _count_local_ranks(model)
+    if named < ranks:
+        raise SpecError(
+            f"`{model.name}`: a worker has {ranks} ranks, and its CUDA_VISIBLE_DEVICES names "
+            f"{named} GPU(s).",
+            "Name a GPU for each rank (two ranks cannot share one), or lower the parallel sizes.",
+        )
+
+
+def reserve_side_channel(ports: Lease, host: str, model: ModelSpec) -> int:
+    """Reserve the port of a worker's side channel, and one after it for each further data-parallel
+    rank: vLLM adds the rank's number."""
+    while True:
+        first = ports.reserve_port(0, host, "a worker's side channel for KV")
+        try:
+            for rank in range(1, model.data_parallel):
+                ports.reserve_port(first + rank, host, "a rank's side channel for KV")
+        except PortInUse:
+            continue  # the first port stays reserved, so the next attempt has another
+        return first
+
+
+def check_nixl(model: ModelSpec, python: str) -> None:
+    """Raise StartError if workers of this model need NIXL and their Python does not have it. vLLM
+    would say so minutes later, after it has loaded the model."""
+    if model.serving != "disaggregated" or model.engine != "vllm":
+        return
+    needs_nixl = any(
+        NIXL_CONNECTOR in str(role.args.get("kv-transfer-config", NIXL_CONNECTOR))
+        for role in model.roles.values()
+    )
+    if needs_nixl and not preset.has_nixl(python):
+        raise StartError(
+            f"`{model.name}` is served disaggregated, and {python} has no module `nixl`, over "
+            "which its workers hand over KV.",
+            preset.NIXL_ADVICE,
+        )

@@ -7,26 +7,30 @@ what the machine has: cores, memory, GPUs, programs.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import os
 import shutil
-import socket
-import struct
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rollway.config import StackSpec, is_loopback
+import psutil
+
 from rollway.errors import UsageError
 from rollway.model_spec import ModelSpec, RawArgs
+from rollway.spec import StackSpec, is_loopback
 from rollway.weights.checkpoint import read_config, read_headers
 
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 RDMA_DEVICES = Path("/sys/class/infiniband")
+NIXL_ADVICE = (
+    "Install it with `pip install nixl`; on a machine without CUDA `pip install nixl-cu12` and "
+    "`pip install --no-deps nixl` are enough."
+)
+_FIND_NIXL = "from importlib.util import find_spec; print(find_spec('nixl') is not None)"
 
 # --- the machine ---------------------------------------------------------------------------------
 
@@ -34,15 +38,6 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 def count_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def read_memory() -> tuple[int, int]:
-    """Return the total and the available memory."""
-    values = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        values[name] = int(rest.split()[0]) * 1024
-    return values["MemTotal"], values["MemAvailable"]
 
 
 def list_gpus() -> list[str]:
@@ -85,19 +80,28 @@ def has_rdma() -> bool:
     return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
 
 
+@cache
+def has_nixl(python: str = sys.executable) -> bool:
+    """Return whether an interpreter finds the module `nixl`. The package nixl-cu12 alone has it
+    under another name, which vLLM does not look for."""
+    if python == sys.executable:
+        return find_spec("nixl") is not None
+    try:
+        answer: Any = subprocess.run(
+            [python, "-c", _FIND_NIXL], capture_output=True, text=True, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True  # the start of the worker says what is wrong with this interpreter
+    return str(answer.stdout).strip() != "False"
+
+
 def find_interface(address: str) -> str | None:
-    """Return the network interface of this machine that has an IPv4 address; None if none has."""
+    """Return the network interface of this machine that has an address; None if none has."""
     if is_loopback(address):
         return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(query, _SIOCGIFADDR, request)
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return str(name)
     return None
 
 

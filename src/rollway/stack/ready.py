@@ -18,9 +18,9 @@ from rollway.fleet.admin import leaving_label
 from rollway.fleet.discovery import RlListing, Worker, discover
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import ONCE, Http
-from rollway.orders import DOOR
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
+from rollway.signed_calls import DOOR
 from rollway.stack import logs
 from rollway.stack.plan import ProcessPlan, StackPlan
 from rollway.stack.state import WAITS_FOR_REFIT, is_at

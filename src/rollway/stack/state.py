@@ -2,39 +2,38 @@
 
     <home>/stacks/<name>/
         state.json     the processes that run now; the supervisor replaces it atomically
-        events.jsonl   the history: starts, deaths, restarts, with times
+        run            the id of the last run
         logs/          one file per process; see rollway.stack.logs
 
 `<home>` is $ROLLWAY_HOME, or $XDG_STATE_HOME/rollway, or ~/.local/state/rollway.
 
 `rollway down` kills the processes and removes the files that a state names, so a state is validated
-strictly (rollway.stack.run_dir): disk faults, older versions and editors change files.
+strictly: disk faults, older versions and editors change files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-from rollway import private
-from rollway.config import StackSpec, check_stack_name, is_loopback
+from rollway import private_files
 from rollway.errors import StateUnreadable, UsageError
-from rollway.observe.runs import prune_runs
+from rollway.observe.read import prune_runs
 from rollway.processes import ProcessId, boot_id
-from rollway.stack.run_dir import RUN_ID, SECRET_NAME, validate_state
+from rollway.spec import StackSpec, check_stack_name, is_loopback
 
 if TYPE_CHECKING:
     from rollway.stack.plan import ProcessPlan
@@ -51,9 +50,13 @@ LOADED = ("ready", PAUSED, WAITS_FOR_REFIT)
 """The states of workers that have weights and declare a version."""
 
 LARGEST_STATE = 16 << 20  # bytes; the state of 4,096 workers has 3 MB
-_LARGEST_HISTORY = 4 << 20
 KEPT_ATTACHED = 5
 """How many runs with a stack that Rollway did not start keep their record."""
+
+SECRET_NAME = "secret"
+"""The file that holds the stack's secret."""
+RUN_ID = re.compile(r"[0-9a-f]{16}")
+_LONGEST_TEMPDIR = 40
 
 Phase = Literal["starting", "ready", "stopping", "failed"]
 
@@ -101,7 +104,7 @@ class StackState(msgspec.Struct):
     """The whole stack, with everything that stopping it without its supervisor needs."""
 
     name: str
-    run_id: str
+    run_id: Annotated[str, msgspec.Meta(pattern=f"^{RUN_ID.pattern}$")]
     supervisor_pid: int
     supervisor_start: int
     run_dir: str
@@ -212,6 +215,29 @@ def choose_attached_dir(label: str) -> Path:
     return runs / f"attached-{secrets.token_hex(6)}"
 
 
+def _validate(state: StackState, name: str) -> None:
+    """Raise ValueError for a state that no supervisor of this stack has written.
+
+    `rollway down` removes the paths in a state, so they must be plain names below the run's own
+    directories."""
+    run_dir, log_dir = Path(state.run_dir), Path(state.log_dir)
+    if state.name != name:
+        raise ValueError("it is that of a stack of another name")
+    if state.ray_namespace:  # it is at the stack's Head; in a file it would count as alive for ever
+        raise ValueError("it is that of a stack on Ray")
+    is_own = run_dir.name == make_run_dir_name(state.run_id, state.uid)
+    if not is_own or not run_dir.is_absolute() or os.path.normpath(run_dir) != state.run_dir:
+        raise ValueError("its run directory is not that of its run")
+    if not all(map(private_files.is_plain_name, state.shared_memory)):
+        raise ValueError("a shared-memory name is a path")
+    for process in state.processes:
+        is_plain = private_files.is_plain_name(process.name)
+        if not is_plain or Path(process.log).parent != log_dir:
+            raise ValueError("the log of a process is not in the log directory")
+    if not log_dir.is_absolute():
+        raise ValueError("its log directory is not an absolute path")
+
+
 class StackDir:
     """The directory of one stack."""
 
@@ -225,7 +251,7 @@ class StackDir:
         self.name = name
         self.path = home() / "stacks" / name
         self.state_file = self.path / "state.json"
-        self.events_file = self.path / "events.jsonl"
+        self.run_file = self.path / "run"
         self.logs = self.path / "logs"
         self.lock_name = f"stack/{os.getuid()}/{self.path}"
         self.start_lock_name = f"start/{os.getuid()}/{self.path}"
@@ -233,16 +259,16 @@ class StackDir:
     def create(self) -> None:
         """Create the directory and its parents, for this user alone."""
         for path in (home(), self.path.parent, self.path):
-            private.make_directory(path)
+            private_files.make_directory(path)
 
     def read(self) -> StackState | None:
         """Read the state, or None if there is none; raise `StateUnreadable` for a damaged one."""
         try:
             if self.path.is_symlink():
                 raise ValueError("its directory is a link")
-            content = private.read_file(self.state_file, LARGEST_STATE)
+            content = private_files.read_file(self.state_file, LARGEST_STATE)
             state = msgspec.json.decode(content, type=StackState)
-            validate_state(state, self.name)
+            _validate(state, self.name)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
@@ -259,30 +285,13 @@ class StackDir:
     def write(self, state: StackState) -> None:
         if not self.path.is_dir():
             self.create()
-        private.replace_file(self.state_file, msgspec.json.encode(state))
+        private_files.replace_file(self.state_file, msgspec.json.encode(state))
 
-    def record(self, event: str, **details: Any) -> None:
-        """Append to the history. A full disk must not stop the stack."""
-        line = json.dumps({"time": time.time(), "event": event, **details})
-        with contextlib.suppress(OSError):
-            handle = private.open_file(self.events_file, os.O_WRONLY | os.O_APPEND)
-            with os.fdopen(handle, "a") as file:
-                file.write(line + "\n")
-
-    def events(self) -> list[dict[str, Any]]:
-        """Read the history, or its last part if it is long; damaged lines are left out."""
-        lines: list[bytes] = []
-        for path in (self.events_file.with_name("events.jsonl.1"), self.events_file):
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LARGEST_HISTORY))
-                lines += file.read(_LARGEST_HISTORY).splitlines()
-        entries = []
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):
-                entry = json.loads(line)
-                if isinstance(entry, dict):
-                    entries.append(entry)
-        return entries
+    def begin(self, state: StackState) -> None:
+        """Write the first state of a run, and its id apart: the id marks the run's processes, which
+        must be found also by a damaged state."""
+        self.write(state)
+        private_files.replace_file(self.run_file, state.run_id.encode())
 
     def get_stop_request(self, starter: ProcessId) -> Path:
         """Return the file that asks a process which is starting this stack to stop it."""
@@ -292,30 +301,26 @@ class StackDir:
         """Return the file that releases a rank which waits for its replica."""
         return self.path / f"restart-{process}"
 
-    def read_remains(self) -> tuple[ProcessId | None, str | None]:
-        """Find the supervisor and the run id of the last run without trusting the state."""
-        if self.path.is_symlink():
-            return None, None
-        run_ids = [e.get("run") for e in self.events() if e.get("event") == "start"]
-        run_id = run_ids[-1] if run_ids else None
-        supervisor = None
-        with contextlib.suppress(
-            OSError, ValueError, TypeError, KeyError, msgspec.MsgspecError, RecursionError
-        ):
-            record = msgspec.json.decode(private.read_file(self.state_file, LARGEST_STATE))
-            run_id = run_id or record.get("run_id")
-            pid, start = record["supervisor_pid"], record["supervisor_start"]
-            supervisor = ProcessId(int(pid), int(start))
-        is_valid = isinstance(run_id, str) and RUN_ID.fullmatch(run_id)
-        return supervisor, run_id if is_valid else None
+    def get_replaced_mark(self, pid: int) -> Path:
+        """Return the file that says that a process is killed on purpose, so that it restarts."""
+        return self.path / f"replaced-{pid}"
+
+    def read_run_id(self) -> str | None:
+        """Return the id of the last run without trusting the state; None if there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            run_id = private_files.read_file(self.run_file, 100).decode()
+            if RUN_ID.fullmatch(run_id) and not self.path.is_symlink():
+                return run_id
+        return None
 
     def forget(self) -> None:
-        """Remove the state; logs and history stay."""
+        """Remove the state; logs stay."""
         if self.path.is_symlink():
             self.path.unlink()
             return
         # A writer that was killed leaves its scratch file.
-        for path in (self.state_file, *self.path.glob(f"{self.state_file.name}.*.new")):
+        scratch = self.path.glob(f"{self.state_file.name}.*.new")
+        for path in (self.state_file, *scratch, *self.path.glob("replaced-*")):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -333,6 +338,45 @@ def is_ray_part(name: str) -> bool:
     return re.fullmatch(r"ray-[a-z0-9-]+-[0-9a-f]{8}-\d+", name) is not None
 
 
+# --- the directory of a run: sockets, scratch files, the secret of the stack --------------------
+
+
+def make_run_dir_name(run_id: str, uid: int) -> str:
+    return f"rollway-{uid}-{run_id[:8]}"
+
+
+def choose_run_dir(run_id: str) -> Path:
+    """Return the directory of a run. It is short: vLLM puts Unix sockets below it, and the path of
+    a socket has at most 107 bytes."""
+    base = os.path.normpath(tempfile.gettempdir())
+    if len(base) > _LONGEST_TEMPDIR:
+        base = "/tmp"
+    return Path(base) / make_run_dir_name(run_id, os.getuid())
+
+
+def remove_run_dir(path: Path) -> None:
+    """Remove the directory of a run if it is a real directory of this user, not a link."""
+    with contextlib.suppress(OSError):
+        if not path.is_symlink() and path.lstat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_secret(run_dir: Path, secret: str = "") -> str:
+    """Write the secret that signs orders and offers of this run, a new one if none is given."""
+    secret = secret or secrets.token_hex(32)
+    path = run_dir / SECRET_NAME
+    # O_EXCL: an existing secret is never replaced, since running workers have read it.
+    with os.fdopen(private_files.open_file(path, os.O_WRONLY | os.O_EXCL), "w") as file:
+        file.write(secret)
+    return secret
+
+
+def list_run_dirs(run_id: str) -> list[Path]:
+    """List where the directory of a run may be."""
+    name = make_run_dir_name(run_id, os.getuid())
+    return [Path(base, name) for base in {tempfile.gettempdir(), "/tmp"}]
+
+
 def secret_file(state: StackState) -> Path:
     return Path(state.run_dir) / SECRET_NAME
 
@@ -340,9 +384,12 @@ def secret_file(state: StackState) -> Path:
 def read_secret(state: StackState) -> str:
     """Read the secret of a run of this user; return an empty one if there is none to read."""
     try:
-        return private.read_file(secret_file(state), 1 << 16).decode()
+        return private_files.read_file(secret_file(state), 1 << 16).decode()
     except (OSError, ValueError):
         return ""
+
+
+# --- Rollway's home ------------------------------------------------------------------------------
 
 
 def home() -> Path:
@@ -356,7 +403,7 @@ def home() -> Path:
 
 def make_home() -> Path:
     """Create the home, or tighten its mode; refuse one that other users can write."""
-    return private.make_directory(home())
+    return private_files.make_directory(home())
 
 
 def list_stack_names() -> list[str]:

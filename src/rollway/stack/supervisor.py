@@ -23,25 +23,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollway import processes
-from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
 from rollway.fleet.admin import parse_label, version_left
 from rollway.fleet.discovery import RlListing, discover
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import ONCE, Http
+from rollway.spec import StackSpec
 from rollway.stack import logs
 from rollway.stack.children import Children, describe_exit, find_hint
 from rollway.stack.commands import get_dial_address
-from rollway.stack.launch import NAME_IN_USE
+from rollway.stack.launch import NAME_IN_USE, Parent
 from rollway.stack.locks import Lease, NamedLock
 from rollway.stack.plan import ProcessPlan
 from rollway.stack.ready import (
@@ -62,14 +61,35 @@ from rollway.stack.state import (
 )
 
 _ROTATE_SECONDS = 1.0
+WATCH_SECONDS = 0.2
+_SCAN_SECONDS = 5.0
+_STABLE_SECONDS = 60.0
+_REGISTRATION_SECONDS = 10.0
+_LABEL_SECONDS = 2.0
+
+
+class _StopRequested(Exception):
+    """A stack is to stop while it starts."""
+
+
+async def _run_while(work: Coroutine[Any, Any, None], check: Callable[[], None]) -> None:
+    """Run a coroutine, and `check` again and again, which raises to cancel it."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=WATCH_SECONDS)
+            check()
+        await task
+    finally:
+        task.cancel()
 
 
 class Supervisor:
     """Runs one stack from start to end."""
 
-    def __init__(self, spec: StackSpec, lifeline: int | None) -> None:
+    def __init__(self, spec: StackSpec, parent: Parent) -> None:
         self._spec = spec
-        self._lifeline = lifeline
+        self._parent = parent
         self._ports = Lease()
         self._http = Http()
         self._stopping = asyncio.Event()
@@ -81,22 +101,25 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        if self._lifeline is not None:
-            loop.add_reader(self._lifeline, self._read_lifeline)
+        # Not by the pid: a shell may be between, which can be killed alone.
+        self._parent.watch(
+            lambda message: loop.call_soon_threadsafe(self._let_go, message), by_pid=False
+        )
         processes.adopt_orphans()
         children, directory = self._children, self._children.directory
-        # Before the first process starts: by the state, or else by the run id in the history,
-        # `rollway down` finds the processes if this one is killed.
-        directory.write(children.state)
-        children.note("start", run=children.state.run_id)
+        # Before the first process starts: by the state, or else by the run's id, `rollway down`
+        # finds the processes if this one is killed.
+        directory.begin(children.state)
+        children.history.note("start")
         failure: RollwayError | None = None
         rotation = asyncio.create_task(self._rotate_logs())
         try:
-            await self._run_until_stop(self._start())
-            if not self._stopping.is_set():
-                self._become_ready()
-                children.history.start_sampling(lambda: children.state)
-                await self._healer.watch(self._stopping)
+            await self._start()
+            self._become_ready()
+            children.history.start_sampling(lambda: children.state)
+            await self._healer.watch(self._stopping)
+        except _StopRequested:
+            pass
         except RollwayError as error:
             failure = error
         except OSError as error:
@@ -115,14 +138,15 @@ class Supervisor:
         if failure is None:
             directory.forget()
             children.history.note_state(children.state, now=True)
-            children.note("stopped", run=children.state.run_id)
+            children.history.note("stopped")
             children.history.close(ended_well=True)
             children.prune_logs()
             return 0
         children.state.phase, children.state.error = "failed", failure.as_json()
         children.write_state()
-        children.note("failed", run=children.state.run_id, message=failure.message)
+        children.history.note("failed", detail=failure.message)
         children.history.close(ended_well=False)
+        self._parent.report_error(failure)
         return 1
 
     async def _start(self) -> None:
@@ -147,20 +171,19 @@ class Supervisor:
 
     async def _run_start_step(self, step: Coroutine[Any, Any, None]) -> None:
         """Run a step of the start; raise StartError at once when a process dies meanwhile."""
-        task = asyncio.ensure_future(step)
         # One deadline for all steps: `start_seconds` counts from the start of the stack.
         deadline = self._children.state.started_at + self._spec.start_seconds
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=WATCH_SECONDS)
-                for name, child in self._children.running.items():
-                    if child.poll() is not None:
-                        raise self._make_death_error(self._children.plans[name], child.returncode)
-                if time.time() > deadline:
-                    raise self._make_timeout_error()
-            await task
-        finally:
-            task.cancel()
+
+        def check() -> None:
+            if self._stopping.is_set():
+                raise _StopRequested
+            for name, child in self._children.running.items():
+                if child.poll() is not None:
+                    raise self._make_death_error(self._children.plans[name], child.returncode)
+            if time.time() > deadline:
+                raise self._make_timeout_error()
+
+        await _run_while(step, check)
 
     def _make_death_error(self, process: ProcessPlan, status: int) -> StartError:
         self._children.report(process, "failed", describe_exit(status))
@@ -187,8 +210,8 @@ class Supervisor:
         children.state.phase = "ready"
         children.scan_memory()
         children.write_state()
-        seconds = round(time.time() - children.state.started_at, 3)
-        children.note("ready", seconds=seconds)
+        children.history.note("ready")
+        self._parent.report({"phase": "ready"})
 
     async def _rotate_logs(self) -> None:
         """Rotate logs, and record changes of workers that came too quickly for their own entry."""
@@ -197,52 +220,11 @@ class Supervisor:
             self._children.history.note_state(self._children.state)
             await asyncio.sleep(_ROTATE_SECONDS)
 
-    async def _run_until_stop(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine, and cancel it when the stack is to stop."""
-        task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self._stopping.wait())
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if task.done():
-            await task
-            return
-        task.cancel()
-        # Wait for it: the caller stops the processes next, and none may be spawned after that.
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-    def _read_lifeline(self) -> None:
-        """Handle the owner's last message: DETACH, or nothing when the owner has closed or died."""
-        assert self._lifeline is not None
-        message = os.read(self._lifeline, 1)
-        asyncio.get_running_loop().remove_reader(self._lifeline)
-        os.close(self._lifeline)
-        self._lifeline = None
+    def _let_go(self, message: bytes) -> None:
+        """Handle the owner's last message: DETACH, or nothing when it has closed or died."""
         if message != DETACH:
-            self._children.note("owner gone")
+            self._children.history.note("owner gone")
             self._stopping.set()
-
-
-def main() -> int:
-    """Run a supervisor; argv[1] is the lifeline's descriptor, stdin has the spec as JSON."""
-    lifeline = int(sys.argv[1]) if len(sys.argv) > 1 else None
-    spec = StackSpec.model_validate_json(sys.stdin.buffer.read())
-    lock = NamedLock(StackDir(spec.name).lock_name)
-    if not lock.acquire():
-        print(f"a stack named {spec.name} is already running", file=sys.stderr)
-        return NAME_IN_USE
-    return asyncio.run(Supervisor(spec, lifeline).run())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-WATCH_SECONDS = 0.2
-_SCAN_SECONDS = 5.0
-_STABLE_SECONDS = 60.0
-_REGISTRATION_SECONDS = 10.0
-_LABEL_SECONDS = 2.0
 
 
 class Healer:
@@ -255,8 +237,8 @@ class Healer:
 
     The ranks of such a replica live and die together. A rank that was restarted alone would wait
     for ever for the others, or meet their old processes. So this machine only clears up and says
-    that it waits. The process that sees all machines stops the other ranks (`access.stop_rank`),
-    and when all of them wait, releases each (`access.release_rank`).
+    that it waits. The process that sees all machines stops the other ranks (`running.stop_rank`),
+    and when all of them wait, releases each (`running.release_rank`).
     """
 
     def __init__(self, children: Children, http: Http) -> None:
@@ -427,35 +409,32 @@ class Healer:
 
     def _was_replaced(self, state: ProcessState) -> bool:
         """Return whether a refit killed the process so that it restarts, which is not a failure."""
-        return any(
-            event.get("event") == "replaced" and event.get("pid") == state.pid
-            for event in self._children.directory.events()
-        )
+        mark = self._children.directory.get_replaced_mark(state.pid or 0)
+        was_replaced = mark.exists()
+        if was_replaced:
+            mark.unlink(missing_ok=True)
+            self._children.history.note("replaced", state)
+        return was_replaced
 
     async def _wait_for_restart(self, process: ProcessPlan) -> None:
         """Return when a restarted process serves or has died; kill it after `start_seconds`."""
         children = self._children
-        task = asyncio.ensure_future(self._wait_until_serving(process))
         deadline = time.monotonic() + children.spec.start_seconds
 
         def is_running() -> bool:  # looks it up each time: `respawn` may replace the child
             return children.running[process.name].poll() is None
 
+        def check() -> None:
+            if not is_running() or time.monotonic() > deadline:
+                raise StartError(f"not serving after {children.spec.start_seconds:g} s")
+
         try:
-            while not task.done() and is_running() and time.monotonic() < deadline:
-                await asyncio.wait({task}, timeout=WATCH_SECONDS)
-            if task.done():
-                await task
-                return
-            reason = f"not serving after {children.spec.start_seconds:g} s"
+            await _run_while(self._wait_until_serving(process), check)
         except RollwayError as error:
-            reason = error.message
-        finally:
-            task.cancel()
-        if is_running():
-            children.report(process, "hung", reason)
-            children.running[process.name].kill()
-            await asyncio.to_thread(children.running[process.name].wait)
+            if is_running():
+                children.report(process, "hung", error.message)
+                children.running[process.name].kill()
+                await asyncio.to_thread(children.running[process.name].wait)
 
     async def _wait_until_serving(self, process: ProcessPlan) -> None:
         if process.role == "worker":
@@ -466,3 +445,14 @@ class Healer:
             await self.wait_for_frontend(process)
         else:
             await self.wait_for_service(process)
+
+
+def main() -> int:
+    """Run a supervisor, as a `Child` whose job is the spec."""
+    parent = Parent()
+    spec = StackSpec.model_validate_json(parent.job)
+    lock = NamedLock(StackDir(spec.name).lock_name)
+    if not lock.acquire():
+        print(f"a stack named {spec.name} is already running", file=sys.stderr)
+        return NAME_IN_USE
+    return asyncio.run(Supervisor(spec, parent).run())

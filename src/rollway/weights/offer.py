@@ -10,7 +10,6 @@ what else the admin port accepts, and from whom.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rollway.errors import WeightsError
-from rollway.orders import SECRET, read_stack_secret
+from rollway.signed_calls import SECRET, is_same, make_mac, read_stack_secret
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import MAX_DIMS, MAX_NAME, check_shape
@@ -87,8 +86,7 @@ def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
             "This worker was started without a secret, so it accepts no offer of weights.",
             f"Start it by `rollway up`, or set {SECRET} for the worker and for the trainer.",
         )
-    expected = _compute_mac(offer, secret)
-    if not hmac.compare_digest(offer.mac.encode(errors="replace"), expected.encode()):
+    if not is_same(offer.mac, _compute_mac(offer, secret)):
         raise WeightsError(
             "An offer of weights is not signed with this stack's secret.",
             f"Attach to the stack by its name, or set {SECRET} to the one its workers have.",
@@ -99,7 +97,7 @@ def read_offer(raw: Mapping[str, Any], secret: str | None = None) -> Offer:
 def _compute_mac(offer: Offer, secret: str) -> str:
     plain = msgspec.structs.replace(offer, mac="")
     body = msgspec.json.encode(plain, order="deterministic")
-    return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
+    return make_mac(secret, body)
 
 
 class PlacedBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,8 +4,6 @@ A checkpoint, a sidecar or a list of tensors may come from anywhere. A FIFO in p
 block the reader, a device would fill the memory, and deeply nested JSON would raise an error that
 no caller expects. The functions here raise `OSError` or `ValueError`, which the callers turn into
 errors for the user; `read_weight_file` raises `UsageError` itself, `read_pickle` `WeightsError`.
-This module and `checkpoint` import the standard library alone: the GPU benchmark runs where nothing
-but torch is installed.
 """
 
 from __future__ import annotations

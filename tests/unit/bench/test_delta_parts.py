@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from rollway.bench.delta_parts import measure_parts
-from rollway.bench.real_model import change_some
+from benchmarks.delta_parts import measure_parts
+from benchmarks.real_model import change_some
 
 
 def test_every_part_is_measured_and_the_delta_leads_to_the_weights(tmp_path: Path) -> None:

@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.bench import exactness
-from rollway.bench.exactness import (
-    COLUMNS,
+from benchmarks import exactness
+from benchmarks.exactness import (
     ExactnessOptions,
     describe_exact_stack,
-    format_rows,
     run_command,
 )
-from rollway.bench.gpu_load import PROMPT_TOKENS
-from rollway.bench.real_model import Reference, pick_logprobs
+from benchmarks.gpu_load import PROMPT_TOKENS
+from benchmarks.real_model import Reference, pick_logprobs
 from rollway.cli import main
 from rollway.rollout.client import Rollout, Span
 from rollway.rollout.sampling import Sampling
@@ -148,7 +146,7 @@ def test_batch_invariance_is_refused_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preset, "list_gpus", list)
-    monkeypatch.setattr("rollway.cli.bench.require", lambda *_: None)
+    monkeypatch.setattr("benchmarks.commands.require", lambda *_: None)
     assert main(["bench", "exactness", "--batch-invariant"]) == 2
     message = capsys.readouterr().err
     assert "batch-invariant mode cannot run here" in message and "GPU" in message
@@ -172,10 +170,3 @@ def test_what_would_run() -> None:
     (model,) = describe_exact_stack(ExactnessOptions(), "org/model", on_gpu=False).models
     assert model.env == {} and "hf-overrides" not in model.args
     assert "gpu-memory-utilization" not in model.args and model.args["dtype"] == "bfloat16"
-
-
-def test_the_table_has_a_cell_for_each_column(run_with: Any) -> None:
-    _, figures = run_with(replace(SMALL, rollouts=2, tokens=2))
-    rows = format_rows(figures)
-    assert all(len(row) == len(COLUMNS) for row in rows)
-    assert [row[0] for row in rows][:4] == ["batching", "engine", "trainer", "total"]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollway.bench.router import Figures, RouterReport, Routing, adapt_spec
-from rollway.bench.router_traffic import (
+from benchmarks.commands import parse_counts
+from benchmarks.router import Figures, RouterReport, Routing, adapt_spec
+from benchmarks.router_traffic import (
     Tally,
     Traffic,
     list_prompt_blocks,
@@ -16,9 +17,8 @@ from rollway.bench.router_traffic import (
     read_summary,
     read_ttft,
 )
-from rollway.cli.bench import parse_counts
-from rollway.config import StackSpec, load_spec
 from rollway.errors import RolloutError, UsageError
+from rollway.spec import StackSpec, load_spec
 
 
 def figures(workers: int, routing: Routing, makespan: float, hits: float = 0.5) -> Figures:

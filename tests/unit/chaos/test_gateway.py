@@ -12,14 +12,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollway.bench.gateway import GatewayLoad, Tenth
-from rollway.chaos.agents import Acknowledged, Agents, Answer, Episode
-from rollway.chaos.clients import Address, Manner, Reply, Vanished, call
-from rollway.chaos.control import OldRecorder
-from rollway.chaos.gateway import FAULTS, GatewayReport, GatewayRound
-from rollway.chaos.gateway_process import SmallDisk
-from rollway.chaos.judge import Verdict, judge
-from rollway.gateway.recorder import Turn
+from benchmarks.gateway import GatewayLoad, Tenth
+from chaos.agents import Acknowledged, Agents, Answer, Episode
+from chaos.clients import Address, Manner, Reply, Vanished, call
+from chaos.control import OldStore
+from chaos.gateway import FAULTS, GatewayReport, GatewayRound
+from chaos.gateway_process import SmallDisk
+from chaos.judge import Verdict, judge
+from rollway.gateway.turns import Turn
 from rollway.rollout.sequence import TokenSequence
 from tests.waiting import wait_until_async
 
@@ -226,27 +226,27 @@ def test_a_small_disk_is_filled_freed_and_removed(tmp_path: Path) -> None:
     assert not disk.still_exists
 
 
-def test_the_old_recorder_makes_the_old_mistakes(tmp_path: Path) -> None:
+async def test_the_old_store_makes_the_old_mistakes(tmp_path: Path) -> None:
     """A truncated line loses the next one, too, and the turns after them get wrong parents."""
 
     def make_turn(parent: str | None, token: int) -> Turn:
         return Turn("s", "m", f"h{token}", [], [token], [-1.0], "stop", None, None, parent=parent)
 
-    path = tmp_path / "journal.jsonl"
-    recorder = OldRecorder(path)
-    session = recorder.open("s")
-    other = recorder.open("other")
+    path = tmp_path / "gateway.sqlite"
+    store = OldStore(path)
+    session = await store.open("s")
+    other = await store.open("other")
     first, second, third, fourth = (make_turn(None, number) for number in range(1, 5))
     for damaged in (first, second):  # turns of another conversation
-        assert recorder.add(session, damaged)
+        assert await store.record(session, [damaged])
     os.truncate(path, path.stat().st_size - 40)  # as a disk that was full for a moment does
-    assert recorder.add(session, third) and recorder.add(session, fourth)
-    assert recorder.add(session, make_turn(fourth.id, 5))
-    recorder.forget("other")
-    assert recorder.add(other, Turn("other", "m", "h", [], [9], [-1.0], "stop", None, None))
-    recorder.close()
-    again = OldRecorder(path)
-    recorded = [sequence.token_ids for sequence in again.sessions["s"].trajectories()]
+    assert await store.record(session, [third]) and await store.record(session, [fourth])
+    assert await store.record(session, [make_turn(fourth.id, 5)])
+    await store.delete("other")
+    assert await store.record(other, [Turn("other", "m", "h", [], [9], [-1.0], "stop", None, None)])
+    store.close()
+    again = OldStore(path)
+    recorded = [sequence.token_ids for sequence in (await again.open("s")).trajectories()]
     # Two turns are lost, and the last no longer continues the fourth.
     assert recorded == [[1], [4], [5]]
     assert "other" in again.sessions

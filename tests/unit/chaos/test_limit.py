@@ -8,13 +8,13 @@ import signal
 
 import pytest
 
-from rollway.chaos.limit import Limit
+from chaos.limit import Limit
 from tests.waiting import wait_until_async
 
 
 def test_a_run_ends_when_its_seconds_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("rollway.chaos.limit.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("chaos.limit.time.monotonic", lambda: now[0])
     limit, unlimited = Limit(400), Limit()
     now[0] += 400
     assert not limit.is_over and limit.reason == ""

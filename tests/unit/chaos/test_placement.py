@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollway.chaos.target import place_workers
-from rollway.chaos.traffic import TOLERANCE, Traffic
+from chaos.target import place_workers
+from chaos.traffic import TOLERANCE, Traffic
 from rollway.cli import main
 from rollway.errors import UsageError
 from rollway.rollout.client import Rollout, Span

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from chaos.target import Target
 from rollway import processes
-from rollway.chaos.target import Target
-from rollway.config import load_spec
 from rollway.errors import StackNotRunning, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.processes import ProcessId, make_run_environment
+from rollway.spec import load_spec
 from rollway.stack.state import ProcessState, StackState
 
 

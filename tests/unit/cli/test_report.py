@@ -57,7 +57,7 @@ def test_two_runs_are_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -
     assert len(result["runs"]) == 2
     workers = next(each for each in result["differences"] if each["label"] == "workers")
     assert (workers["first"], workers["second"]) == ("2", "3")
-    assert "B against A" in Path("both.html").read_text()
+    assert "tiny" in Path("both.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -58,15 +58,6 @@ def test_a_damaged_record_is_printed_as_far_as_it_goes(
     assert "Fleet: 2 of 2 workers serve" in capsys.readouterr().out
 
 
-def test_without_textual_it_names_the_extra(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["top", "--run", str(run_dir)]) == 2
-    assert "rollway[observe]" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -114,25 +105,19 @@ class Terminal:
             self.text += data.decode(errors="replace")
         return count
 
-    def press(self, key: str) -> None:
-        os.write(self._handle, key.encode())
-
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
         os.close(self._handle)
 
 
-def test_in_a_terminal_it_shows_the_run_stays_quiet_and_ends_with_q(run_dir: Path) -> None:
-    pytest.importorskip("textual", reason="Textual (the extra `observe`) is not installed")
+def test_in_a_terminal_it_shows_the_run_stays_quiet_and_ends_with_ctrl_c(run_dir: Path) -> None:
     terminal = Terminal("top", "--run", str(run_dir), "--interval", "0.1")
     try:
         wait_until(lambda: terminal.read(0.5) and "tiny-1" in terminal.text, 60.0)
         # Ten looks at a run that has ended send nothing.
         wait_until(lambda: terminal.read(1.0) == 0, 60.0, what="a quiet terminal")
-        terminal.press("r")
-        wait_until(lambda: terminal.read(0.5) and "Version" in terminal.text, 60.0)
-        terminal.press("q")
+        terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(30) == 0
     finally:
         terminal.close()

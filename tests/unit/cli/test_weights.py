@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rollway.bench.plan import QWEN3_30B_A3B, SYNTHETIC_1T, measure
+from benchmarks.plan import QWEN3_30B_A3B, SYNTHETIC_1T, measure
 from rollway.cli import main
 from rollway.weights.megatron.geometry import Topology
 from rollway.weights.planning.scenario import hf_headers
@@ -136,59 +137,25 @@ def test_models_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(capsys, "weights", "plan", "--model", str(tmp_path / "no"), *words)[0] == 2
 
 
-# --- inspect --------------------------------------------------------------------------------
+# --- the tool for developers -----------------------------------------------------------------
 
 
-def test_inspect_groups_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "scripts")
+    return importlib.import_module("inspect_weights")
+
+
+def test_tensors_of_equal_shape_are_one_group(tmp_path: Path, tool: Any) -> None:
     shapes = {f"model.layers.{n}.norm.weight": (4,) for n in range(3)} | {"lm_head.weight": (8, 4)}
-    write_checkpoint(tmp_path / "a", shapes=shapes)
-    code, shown = run(capsys, "weights", "inspect", str(tmp_path / "a"))
-    assert code == 0
-    (part,) = shown["parts"]
-    assert (part["tensors"], part["bytes"], part["dtypes"]) == (4, 4 * (12 + 32), ["F32"])
-    groups = {group["name"]: group["tensors"] for group in part["groups"]}
-    assert groups == {"model.layers.*.norm.weight": 3, "lm_head.weight": 1}
-    assert main(["weights", "inspect", str(tmp_path / "a")]) == 0
-    assert "model.layers.*.norm.weight" in capsys.readouterr().out
+    lines = tool.list_tensors(write_checkpoint(tmp_path / "a", shapes=shapes))
+    assert lines[0] == f"a: 4 tensors, {4 * (12 + 32)} B"
+    assert "  3 x F32[4] model.layers.*.norm.weight" in lines
 
 
-def test_inspect_shows_the_ranks_of_a_trainer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rank in range(2):
-        name = "decoder.layers.0.mlp.experts.linear_fc1.weight0"
-        save_file({name: np.ones((2, 3), np.float32)}, tmp_path / f"rank{rank}.safetensors")
-        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"position": {"ep": rank}}))
-    code, shown = run(capsys, "weights", "inspect", str(tmp_path))
-    assert code == 0
-    assert [part["position"] for part in shown["parts"]] == [{"ep": 0}, {"ep": 1}]
-    assert shown["parts"][0]["groups"][0]["name"].endswith("linear_fc1.weight*")
-    both = {"version": 1, "ranks": {"1": {"position": {"ep": 1, "ep_size": 2}}}}
-    (tmp_path / "rank1.json").write_text(json.dumps(both))
-    _, again = run(capsys, "weights", "inspect", str(tmp_path))
-    assert again == shown
-    (tmp_path / "rank1.json").write_text("{}")
-    assert run(capsys, "weights", "inspect", str(tmp_path))[0] == 2
-    (tmp_path / "rank1.json").unlink()
-    (tmp_path / "rank1.safetensors").write_bytes(b"short")
-    assert run(capsys, "weights", "inspect", str(tmp_path))[0] == 2
-    assert run(capsys, "weights", "inspect", str(tmp_path / "no"))[0] == 2
-
-
-# --- diff -----------------------------------------------------------------------------------
-
-
-def test_equal_checkpoints_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_compared_by_element(tmp_path: Path, tool: Any) -> None:
     first, second = write_checkpoint(tmp_path / "a"), write_checkpoint(tmp_path / "b")
-    assert run(capsys, "weights", "diff", str(first), str(second))[0] == 0
-    assert main(["weights", "diff", str(first), str(second)]) == 0
-    assert "equal: 2 of 2" in capsys.readouterr().out
-
-
-def test_diff_counts_elements_and_reports_distances(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = write_checkpoint(tmp_path / "a"), write_checkpoint(tmp_path / "b")
+    assert tool.main([str(first), str(second)]) == 0
     tensors = load_file(second / "model.safetensors")
     changed = tensors["model.norm.weight"].copy()
     changed[1] += 0.5
@@ -196,38 +163,12 @@ def test_diff_counts_elements_and_reports_distances(
     save_file(
         {"model.norm.weight": changed, "new": np.zeros(3, np.int8)}, second / "model.safetensors"
     )
-    code, shown = run(capsys, "weights", "diff", str(first), str(second))
-    assert code == 1
-    assert shown["missing"] == ["model.embed_tokens.weight"]
-    assert shown["extra"] == ["new"]
-    (difference,) = shown["different"]
-    assert (difference["elements"], difference["of"], difference["max_abs"]) == (2, 4, 0.5)
-    assert main(["weights", "diff", str(first), str(second)]) == 1
-    assert "only in the first: model.embed_tokens.weight" in capsys.readouterr().out
-
-
-def test_diff_reads_bfloat16_and_names_other_shapes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import save_file as save_torch
-
-    for name, value, rows in (("a", 1.0, 2), ("b", 1.5, 3)):
-        directory = tmp_path / name
-        directory.mkdir()
-        tensors = {
-            "w": torch.full((4,), value, dtype=torch.bfloat16),
-            "i": torch.full((4,), int(value * 2), dtype=torch.int32),
-            "rows": torch.zeros(rows, 2),
-        }
-        save_torch(tensors, directory / "model.safetensors")
-    code, shown = run(capsys, "weights", "diff", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert code == 1
-    assert {difference["name"]: difference["max_abs"] for difference in shown["different"]} == {
-        "i": None,
-        "w": 0.5,
-    }
-    assert shown["reshaped"] == {"rows": ["F32[2, 2]", "F32[3, 2]"]}
+    assert tool.compare(first, second) == [
+        "only in the first: model.embed_tokens.weight",
+        "only in the second: new",
+        "model.norm.weight: 2 of 4 elements differ, by 0.5 at most",
+    ]
+    assert tool.main([str(first), str(second)]) == 1
 
 
 # --- bench ----------------------------------------------------------------------------------
@@ -251,8 +192,8 @@ def test_planning_a_large_model_is_exact_and_shares_its_recipes() -> None:
 def test_bench_plan_prints_what_it_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rollway.bench.plan.QWEN3_30B_A3B", LARGER)
-    monkeypatch.setattr("rollway.bench.plan.SYNTHETIC_1T", LARGER)
+    monkeypatch.setattr("benchmarks.plan.QWEN3_30B_A3B", LARGER)
+    monkeypatch.setattr("benchmarks.plan.SYNTHETIC_1T", LARGER)
     code, shown = run(capsys, "bench", "plan")
     assert code == 0
     assert {"seconds", "megatron_tensors", "hf_tensors", "bytes_ratio", "descriptors"} <= set(
@@ -260,7 +201,7 @@ def test_bench_plan_prints_what_it_measured(
     )
     assert shown["synthetic_1t"]["peak_rss_mb"] > 0
     assert main(["bench", "plan"]) == 0
-    assert "EP8 to TP2" in capsys.readouterr().out
+    assert "qwen3_30b_a3b.ep8_to_tp2.descriptors: " in capsys.readouterr().out
 
 
 LARGER = SMALL | {"num_attention_heads": 16, "num_experts": 64, "vocab_size": 256}

@@ -243,7 +243,7 @@ class TestTrainer:
         assert rates == pytest.approx([5e-5, 1e-4, 1e-4])
 
     def test_a_batch_needs_matching_lengths(self) -> None:
-        with pytest.raises(ValueError, match="2 sampled tokens, 1 log-probs"):
+        with pytest.raises(ValueError, match="one log-prob per sampled token"):
             RolloutBatch([[1]], [[2, 3]], [0.0], [[-1.0]])
         with pytest.raises(ValueError, match="one entry per completion"):
             RolloutBatch([[1]], [[2], [3]], [0.0, 0.0])
@@ -285,7 +285,7 @@ class TestBuilder:
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(builder, "_set_tokenizer_field", interrupt)
+        monkeypatch.setattr(builder, "save_tokenizer", interrupt)
         monkeypatch.setattr(builder, "WARMUP_STEPS", 0)
         with pytest.raises(KeyboardInterrupt):
             builder.build_base(tmp_path / "base")
@@ -305,7 +305,7 @@ class TestBuilder:
 
     def test_foreign_files_are_never_replaced(self, tmp_path: Path) -> None:
         (tmp_path / "thesis.tex").touch()
-        with pytest.raises(FileExistsError, match="not a demo checkpoint"):
+        with pytest.raises(OSError, match="not empty"):
             builder.build_base(tmp_path)
         assert (tmp_path / "thesis.tex").exists()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollway import orders
+from rollway import signed_calls
 from tests.unit.engine.staging import parameters_of
 from tests.unit.engine.vllm_models import (
     Tensors,
@@ -25,7 +25,7 @@ from tests.unit.engine.vllm_models import (
 def leave_no_trace() -> Iterator[None]:
     yield
     # The extension keeps the stack's secret when it is imported beside vLLM.
-    orders._kept_secret = None
+    signed_calls._kept_secret = None
     parallel_state = sys.modules.get("vllm.distributed.parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()

@@ -21,7 +21,7 @@ import pytest
 from rollway.engine import guard
 from rollway.engine.guard import STOP_SECONDS, EngineOrders, Guard, install
 from rollway.engine.refit_orders import STAMPS, _open_notifications
-from rollway.orders import CANCEL, DOOR, MEMORY, REFIT, SLEEP, STAGE, WAKE, sign
+from rollway.signed_calls import CANCEL, DOOR, MEMORY, REFIT, SLEEP, STAGE, WAKE, sign
 from tests.waiting import stays_async, wait_until_async
 
 ORDER = {

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollway.orders import Verifier, sign
+from rollway.signed_calls import Verifier, sign
 from tests.light.cache import BLOCK, PrefixCache
 from tests.light.checkpoint import share_tensors
 from tests.light.model import Decoding, Qwen3, log_softmax

@@ -13,7 +13,7 @@ import torch
 
 from rollway.engine.incoming import find_slices
 from rollway.errors import UsageError, WeightsError
-from rollway.orders import SECRET
+from rollway.signed_calls import SECRET
 from rollway.weights.layout import Box, Piece, Shard, Slices
 from rollway.weights.offer import Offer
 from rollway.weights.planning.sources import fsdp_sources

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollway.engine.guard import EngineOrders
-from rollway.orders import MEMORY, SLEEP, WAKE
+from rollway.signed_calls import MEMORY, SLEEP, WAKE
 from tests.waiting import wait_until_async
 
 BOTH = ["weights", "kv_cache"]

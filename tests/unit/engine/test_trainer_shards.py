@@ -27,7 +27,7 @@ from rollway.engine.memory import HostBuffers
 from rollway.engine.shadow import ParameterArena
 from rollway.engine.staging import Staging
 from rollway.errors import WeightsError
-from rollway.orders import SECRET
+from rollway.signed_calls import SECRET
 from rollway.weights.megatron.geometry import Topology
 from rollway.weights.offer import Offer
 from rollway.weights.sources import HeldTensor, from_module

@@ -24,7 +24,7 @@ from rollway.fleet.admin import (
 from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.http import Http
-from rollway.orders import DOOR, OTHER_PROCESS, REFIT, STAGE
+from rollway.signed_calls import DOOR, OTHER_PROCESS, REFIT, STAGE
 
 Calls = list[tuple[str, dict[str, Any]]]
 Script = Callable[[str, dict[str, Any]], Any]

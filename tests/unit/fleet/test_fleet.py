@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollway.config import AdminTimeouts
 from rollway.errors import (
     AdminError,
     NoWorkers,
@@ -24,6 +23,7 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.rollout.client import Rollouts
+from rollway.spec import AdminTimeouts
 from tests.checkpoints import write_checkpoint
 from tests.unit.fleet.fake_fleet import FakeWorker, fake_fleet
 from tests.waiting import wait_until_async

@@ -21,8 +21,8 @@ from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import SleepReport
 from rollway.fleet.service import Service
 from rollway.http import Http
-from rollway.orders import MEMORY, SECRET, SLEEP, WAKE
 from rollway.rollout.sampling import Sampling
+from rollway.signed_calls import MEMORY, SECRET, SLEEP, WAKE
 from rollway.versions import taint_of
 from tests.light.engine import Engine, Pause
 from tests.light.routes import AdminRoutes

@@ -23,7 +23,7 @@ def write_and_stop(*_, **__):
 
 command.listen, command.print = listen, write_and_stop
 gateway = SimpleNamespace(model="m")
-asyncio.run(command.serve_until_signal(command.Place(gateway, "127.0.0.1", 0)))
+asyncio.run(command.serve_until_signal(command.ListeningGateway(gateway, "127.0.0.1", 0)))
 """
 
 

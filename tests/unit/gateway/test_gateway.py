@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 
 from rollway.errors import RolloutError, UsageError
 from rollway.gateway.messages import chain, find_sent_prefix, link, remove_bundle
-from rollway.gateway.recorder import Recorder, Session, Turn
 from rollway.gateway.replies import StreamedMessage, convert_chunk
+from rollway.gateway.store import Store
 from rollway.gateway.template import TurnCounts, _end_of_turn
-from rollway.gateway.turns import PendingTurn
+from rollway.gateway.turns import PendingTurn, Session, Turn
 from rollway.rollout.completion import Completion
 from rollway.rollout.experts import RoutedExperts
 from tests.awkward_tokenizer import TURN_END, make
@@ -99,27 +98,27 @@ def test_a_turn_whose_experts_were_not_captured_is_refused() -> None:
         PendingTurn("m", Session("s"), "h", [1, 2], with_experts=True).complete(answer, 0, None)
 
 
-def test_every_turn_keeps_the_experts_that_it_adds(tmp_path: Path) -> None:
+async def test_every_turn_keeps_the_experts_that_it_adds(tmp_path: Path) -> None:
     """The record of a turn begins where the record of its parent ends (two layers, top-1)."""
 
     def encode_experts(start: int, end: int) -> dict[str, Any]:
         rows = [[[position], [position + 1]] for position in range(start, end)]
         return RoutedExperts(np.array(rows, dtype=np.uint8), start).as_json()
 
-    recorder = Recorder(tmp_path / "journal.jsonl")
-    session = recorder.open("s")
-    recorder.add(
-        session, make_turn("s", "a", [1, 2], [3, 4], id="1", routed_experts=encode_experts(0, 3))
+    store = Store(tmp_path / "gateway.sqlite")
+    session = await store.open("s")
+    await store.record(
+        session, [make_turn("s", "a", [1, 2], [3, 4], id="1", routed_experts=encode_experts(0, 3))]
     )
-    recorder.add(
-        session, make_turn("s", "b", [5], [6], parent="1", routed_experts=encode_experts(3, 5))
+    await store.record(
+        session, [make_turn("s", "b", [5], [6], parent="1", routed_experts=encode_experts(3, 5))]
     )
-    recorder.add(
-        session, make_turn("s", "c", [5], [7, 8], parent="1", routed_experts=encode_experts(3, 6))
+    await store.record(
+        session, [make_turn("s", "c", [5], [7, 8], parent="1", routed_experts=encode_experts(3, 6))]
     )
-    recorder.close()
-    again = Recorder(tmp_path / "journal.jsonl")
-    session = again.sessions["s"]
+    store.close()
+    again = Store(tmp_path / "gateway.sqlite")
+    session = await again.open("s")
     again.close()
     for sequence in session.trajectories():
         assert sequence.routed_experts is not None
@@ -129,35 +128,14 @@ def test_every_turn_keeps_the_experts_that_it_adds(tmp_path: Path) -> None:
     )
 
 
-def test_the_journal_survives_a_truncated_line(tmp_path: Path) -> None:
-    path = tmp_path / "sub" / "journal.jsonl"
-    recorder = Recorder(path)
-    first = recorder.open("one")
-    recorder.add(first, make_turn("one", "a", [1], [2], id="1"))
-    recorder.add(recorder.open("two"), make_turn("two", "a", [1], [2]))
-    recorder.add(first, make_turn("one", "b", [3], [4], id="2", parent="1"))
-    assert recorder.forget("two") and not recorder.forget("two")
-    before = recorder.sessions["one"].trajectories()
-    recorder.close()
-    with path.open("ab") as file:
-        file.write(b'{"session": "one", "history"')  # a power failure
-    again = Recorder(path)
-    assert list(again.sessions) == ["one"]
-    assert again.sessions["one"].trajectories() == before
-    again.add(again.open("one"), make_turn("one", "c", [5], [6], parent="2"))
-    again.close()
-    assert all(json.loads(line) for line in path.read_text().splitlines())
-    last = Recorder(path)
-    assert len(last.sessions["one"].turns) == 3
-    with pytest.raises(UsageError, match="Another gateway uses"):
-        Recorder(path)
-    last.close()
-
-
-def test_the_error_names_an_unusable_journal(tmp_path: Path) -> None:
+def test_the_error_names_an_unusable_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used"):
-        Recorder(tmp_path / "file" / "journal.jsonl")
+        Store(tmp_path / "file" / "gateway.sqlite")
+    store = Store(tmp_path / "gateway.sqlite")
+    with pytest.raises(UsageError, match="Another gateway uses"):
+        Store(tmp_path / "gateway.sqlite")
+    store.close()
 
 
 def test_streamed_deltas_add_up_to_the_whole_message() -> None:

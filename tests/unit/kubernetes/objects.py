@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from rollway.kubernetes.infra import Infra, merge, parse_infra
-from rollway.plain import copy_plain
+from rollway.yaml_input import copy_plain
 
 IMAGE = "registry/rollway-dynamo:1.6.1"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollway.errors import SpecError
 from rollway.kubernetes.conversion import convert
-from rollway.kubernetes.names import ALPHA, BETA
+from rollway.kubernetes.objects import ALPHA, BETA
 from tests.unit.kubernetes.objects import OLD
 from tests.unit.kubernetes.schemas import list_faults
 

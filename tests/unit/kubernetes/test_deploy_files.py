@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rollway.kubernetes.dgd import read_documents, read_manifest
-from rollway.kubernetes.names import check_image
+from rollway.kubernetes.dgd import read_manifest
+from rollway.kubernetes.infra import read_yaml_documents as read_documents
+from rollway.kubernetes.objects import check_image
 from rollway.weights.transports.nixl.modelexpress import MODELEXPRESS
 from tests.unit.kubernetes.schemas import list_faults
 
@@ -205,8 +206,8 @@ UPSTREAM = sorted(
 @pytest.mark.skipif(not UPSTREAM, reason="ai-dynamo is not installed")
 def test_the_graphs_that_dynamo_ships_load_and_convert_both_ways() -> None:
     from rollway.kubernetes.conversion import convert
-    from rollway.kubernetes.names import ALPHA, BETA
-    from rollway.plain import drop_null
+    from rollway.kubernetes.objects import ALPHA, BETA
+    from rollway.yaml_input import drop_null
 
     for path in UPSTREAM:
         graph = read_manifest(path)

@@ -9,8 +9,8 @@ import pytest
 
 from rollway.errors import ClusterError
 from rollway.kubernetes import driver
-from rollway.kubernetes.cluster import Cluster
-from rollway.kubernetes.driver import Dashboard, is_provisioned
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.driver import RayDashboard, is_provisioned
 from rollway.kubernetes.run import _decide_cluster_name, _decide_suspended
 
 
@@ -28,9 +28,9 @@ class FakeCluster:
         return self.answers.pop(0)
 
 
-def make_dashboard(*answers: tuple[int, bytes]) -> tuple[Dashboard, FakeCluster]:
+def make_dashboard(*answers: tuple[int, bytes]) -> tuple[RayDashboard, FakeCluster]:
     fake = FakeCluster(*answers)
-    return Dashboard(cast(Cluster, fake), "head-svc"), fake
+    return RayDashboard(cast(Cluster, fake), "head-svc"), fake
 
 
 @pytest.mark.parametrize("status", [400, 500])

@@ -1,10 +1,10 @@
-"""What a graph's spec asks for, in both versions of its kind."""
+"""What a graph's spec asks for."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rollway.kubernetes.expected import read_expected
+from rollway.kubernetes.gates import read_expected
 
 
 def make_part(args: list[str], **more: Any) -> dict[str, Any]:
@@ -35,19 +35,6 @@ def test_pods_workers_and_models_are_counted() -> None:
     expected = read_expected(graph)
     assert (expected.pods, expected.workers) == (1 + 2 + 6 + 1, 5)
     assert expected.models == ("policy",) and expected.frontend == "g-frontend"
-
-
-def test_the_older_version_is_read_as_well() -> None:
-    worker = {
-        "componentType": "worker",
-        "subComponentType": "decode",
-        "replicas": 2,
-        "extraPodSpec": {"mainContainer": {"args": ["--model-name", "m", "--model", "/x"]}},
-    }
-    services = {"Frontend": {"componentType": "frontend", "replicas": 1}, "VllmWorker": worker}
-    graph = {"metadata": {"name": "g"}, "spec": {"services": services}}
-    expected = read_expected(graph)
-    assert (expected.pods, expected.workers, expected.models) == (3, 2, ("m",))
 
 
 def test_a_model_that_only_the_pod_knows_is_not_expected() -> None:

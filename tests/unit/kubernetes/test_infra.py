@@ -37,7 +37,7 @@ def test_a_file_of_defaults_that_is_named_must_be_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DEFAULTS_VARIABLE, str(tmp_path / "none.yaml"))
-    with pytest.raises(UsageError, match="no file"):
+    with pytest.raises(UsageError, match="cannot be read"):
         load_infra(infra=write(tmp_path / "infra.yaml", SMALL))
 
 
@@ -95,7 +95,7 @@ def test_a_recipe_beside_it_must_agree_on_the_namespace(tmp_path: Path) -> None:
         ({"image": "host:5000/a"}, "no tag"),
         ({"name": "a" * 48}, "at most 47"),
         ({"namespace": "Rl"}, "cannot be the name"),
-        ({"labels": {"a": "b c"}}, "value of a label"),
+        ({"labels": {"a": "b c"}}, "labels.a"),
     ],
 )
 def test_bad_input_is_named_with_its_path(data: dict[str, Any], message: str) -> None:
@@ -145,3 +145,10 @@ def test_targets_name_the_parts() -> None:
     data = {"dynamo": {"policy": {"manifest": "a"}}, "deployments": {"gym": {"spec": {"a": 1}}}}
     infra = parse_infra({**SMALL, **data})
     assert infra.targets == ["dynamo.policy", "kuberay.training", "deployments.gym"]
+
+
+def test_a_label_that_kubernetes_would_refuse_is_named() -> None:
+    parse_infra({**SMALL, "labels": {"a/b": "c.d_e"}, "annotations": {"a/b": "any text"}})
+    for labels in ({"a b": "c"}, {"a": "c d"}, {"a": "x" * 64}):
+        with pytest.raises(SpecError, match="labels"):
+            parse_infra({**SMALL, "labels": labels})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollway.errors import SpecError
-from rollway.kubernetes import names
+from rollway.kubernetes import objects as names
 
 
 def test_the_service_of_a_component_is_lower_case_without_dots() -> None:
@@ -15,9 +15,7 @@ def test_the_service_of_a_component_is_lower_case_without_dots() -> None:
 
 def test_the_frontend_is_found_by_its_type_not_its_name() -> None:
     beta = {"spec": {"components": [{"name": "worker"}, {"name": "Web", "type": "frontend"}]}}
-    alpha = {"spec": {"services": {"Web": {"componentType": "frontend"}}}}
-    for graph in (beta, alpha):
-        assert names.find_frontend({"metadata": {"name": "g"}, **graph}) == "g-web"
+    assert names.find_frontend({"metadata": {"name": "g"}, **beta}) == "g-web"
     pool = {"metadata": {"name": "g"}, "spec": {"components": [{"name": "w", "type": "worker"}]}}
     assert names.find_frontend(pool) is None
 
@@ -86,10 +84,3 @@ def test_the_operator_reads_a_version(tag: str) -> None:
 @pytest.mark.parametrize("tag", ["latest", "v1.6.1", "1.6", "my-tag", "01.6.1"])
 def test_the_operator_reads_no_version(tag: str) -> None:
     assert not names.has_version_tag(f"a:{tag}")
-
-
-def test_labels_are_checked_before_the_server_does() -> None:
-    names.check_labels({"a/b": "c.d_e"}, "labels")
-    for labels in ({"a/b": "x y"}, {"a b": "x"}, {"a": "x" * 64}):
-        with pytest.raises(SpecError, match="label"):
-            names.check_labels(labels, "labels")

@@ -10,11 +10,12 @@ import pytest
 import yaml
 
 from rollway.cli import main
-from rollway.config import load_spec, parse_spec
 from rollway.errors import SpecError
+from rollway.kubernetes.conversion import convert
 from rollway.kubernetes.manifests import render_all
 from rollway.kubernetes.render import render_stack
 from rollway.kubernetes.spec import PodsSpec, SecretRef
+from rollway.spec import load_spec, parse_spec
 from rollway.stack import preset
 from rollway.stack.locks import Lease
 from rollway.stack.plan import plan_stack
@@ -248,12 +249,11 @@ def test_what_pods_cannot_follow_is_refused(case: str) -> None:
 def test_a_stack_in_an_infra_file_is_named_after_the_run() -> None:
     stack = {"models": [{**MODEL, "path": "/models/not-on-this-machine"}]}
     infra = make_infra(dynamo={"policy": {"stack": stack}})
-    for version in ("v1beta1", "v1alpha1"):
-        rendered = render_all(infra, version=version)
-        graph = rendered.graphs["policy"]
-        assert not list_faults(graph)
-        assert graph["metadata"]["name"] == "math-policy"
-        assert not rendered.warnings
+    rendered = render_all(infra)
+    graph = rendered.graphs["policy"]
+    assert not list_faults(graph) and not list_faults(convert(graph, "v1alpha1").graph)
+    assert graph["metadata"]["name"] == "math-policy"
+    assert not rendered.warnings
     container = rendered.jobs["training"]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
     env = {entry["name"] for entry in container["spec"]["containers"][0]["env"]}
     assert env == {"ROLLWAY_WEIGHTS_SECRET"}

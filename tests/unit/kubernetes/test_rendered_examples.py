@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rollway.kubernetes.conversion import convert
 from rollway.kubernetes.infra import DEFAULTS_VARIABLE, load_infra
 from rollway.kubernetes.manifests import Manifests, render_all, write_yaml
 from tests.unit.kubernetes.schemas import list_faults
@@ -25,7 +27,11 @@ VERSIONS = ("v1beta1", "v1alpha1")
 
 
 def render(name: str, version: str) -> Manifests:
-    return render_all(load_infra(infra=EXAMPLES / f"{name}.yaml"), version=version)
+    rendered = render_all(load_infra(infra=EXAMPLES / f"{name}.yaml"))
+    conversions = {key: convert(graph, version) for key, graph in rendered.graphs.items()}
+    assert not any(conversion.losses for conversion in conversions.values())
+    graphs = {key: conversion.graph for key, conversion in conversions.items()}
+    return dataclasses.replace(rendered, graphs=graphs)
 
 
 def write_stored(name: str, version: str) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import pytest
 
 from rollway.errors import UsageError
-from rollway.kubernetes.check import count_gpus, read_quantity
+from rollway.kubernetes.check import count_gpus
 from rollway.kubernetes.scale import parse_change
 
 GPU = {"resources": {"limits": {"nvidia.com/gpu": "2"}}}
@@ -26,7 +24,7 @@ def test_a_change_is_read(text: str, change: tuple[str, str, int]) -> None:
     assert parse_change(text) == change
 
 
-@pytest.mark.parametrize("text", ["worker", "=4", "worker=", "worker=-1", "worker=²", "w=99999"])
+@pytest.mark.parametrize("text", ["worker", "=4", "worker=", "worker=-1", "worker=²"])
 def test_a_change_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_change(text)
@@ -38,7 +36,6 @@ def test_a_change_that_is_none_is_refused(text: str) -> None:
         ({"spec": {"components": [{"name": "w", "replicas": 3, "podTemplate": POD}]}}, 6),
         ({"spec": {"components": [{"name": "w", "multinode": {"nodeCount": 2},
                                    "podTemplate": POD}]}}, 4),
-        ({"spec": {"services": {"w": {"replicas": 2, "resources": {"limits": {"gpu": "4"}}}}}}, 8),
         ({"spec": {"rayClusterSpec": {"headGroupSpec": {"template": POD}, "workerGroupSpecs": [
             {"replicas": 2, "template": POD}]}}}, 6),
         ({"spec": {"replicas": 1, "template": {"spec": {"containers": [{}]}}}}, 0),
@@ -46,11 +43,3 @@ def test_a_change_that_is_none_is_refused(text: str) -> None:
 )  # fmt: skip
 def test_gpus_of_all_replicas_are_counted(body: dict[str, object], gpus: int) -> None:
     assert count_gpus(body) == gpus
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("2", 2), ("500m", Fraction(1, 2)), ("2Gi", 2**31), ("1k", 1000), ("1.5M", 1_500_000)],
-)
-def test_quantities_are_read(text: str, number: Fraction) -> None:
-    assert read_quantity(text) == number

@@ -169,7 +169,7 @@ def test_a_good_recipe_has_no_problem() -> None:
 )
 def test_each_problem_is_named(recipe: dict[str, Any], key: str, words: str) -> None:
     (problem,) = find_problems(recipe)
-    assert problem.key == key and words in f"{problem.cause} {problem.fix}"
+    assert problem.what == key and words in f"{problem.cause} {problem.fix}"
     assert problem.cause.endswith(".") and problem.fix.endswith(".")
 
 
@@ -208,7 +208,7 @@ def test_like_ranks_must_be_able_to_read_from_each_other(
     recipe = change(cluster__weight_sync=sync, **values)
     recipe["policy"]["generation"]["vllm_cfg"]["tensor_parallel_size"] = engine
     problems = find_problems(recipe)
-    assert [problem.key for problem in problems] == (
+    assert [problem.what for problem in problems] == (
         ["cluster.weight_sync.mx_config.same_rank_only"] if words else []
     )
     assert all(words in problem.cause for problem in problems)
@@ -222,7 +222,7 @@ def test_heads_must_divide_over_the_ranks(tmp_path: Path) -> None:
     recipe["policy"]["model_name"] = str(tmp_path)
     recipe["policy"]["generation"]["vllm_cfg"]["tensor_parallel_size"] = 4
     (problem,) = find_problems(recipe)
-    assert "q_proj" in problem.cause and problem.key.endswith("tensor_parallel_size")
+    assert "q_proj" in problem.cause and problem.what.endswith("tensor_parallel_size")
 
 
 # --- resolution ----------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_interpolations_are_resolved_or_named(
     file = write(tmp_path, child=json.dumps({**GOOD, "a": part}))
     recipe = read_recipe(file)
     names = ["a.y", "a.z"] if importlib.util.find_spec("omegaconf") is None else ["a.z"]
-    assert [problem.key for problem in recipe.unresolved] == names
+    assert [problem.what for problem in recipe.unresolved] == names
     assert recipe.values["a"] == {"x": 2} | ({} if "a.y" in names else {"y": 6})
     assert main(["nemo-rl", "check", str(file)]) == 1
     output = capsys.readouterr().out

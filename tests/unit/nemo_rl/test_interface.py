@@ -82,7 +82,7 @@ OUTPUT = {
     "weight_versions": (torch.int64, 2),  # ours
 }
 CORE = {
-    "rollway", "aiohttp", "msgspec", "pydantic", "yaml", "rich", "zstandard",
+    "rollway", "aiohttp", "msgspec", "psutil", "pydantic", "yaml", "rich", "zstandard",
     # what these import themselves
     "aiohappyeyeballs", "aiosignal", "annotated_types", "attr", "attrs", "frozenlist", "idna",
     "markdown_it", "mdurl", "multidict", "propcache", "pydantic_core", "pygments",

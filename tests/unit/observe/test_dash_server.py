@@ -20,14 +20,13 @@ import aiohttp
 import pytest
 
 from rollway.errors import PortInUse, UsageError
-from rollway.observe import read
-from rollway.observe.dash import source as source_module
-from rollway.observe.dash import verdicts, workers
-from rollway.observe.dash.access import POLICY, Access
+from rollway.observe import workers
+from rollway.observe.dash import verdicts
+from rollway.observe.dash import view as source_module
+from rollway.observe.dash.browsers import POLICY, DashAccess
 from rollway.observe.dash.open_run import open_directory
-from rollway.observe.dash.server import Dashboard, load_static, serve
-from rollway.observe.dash.source import Source
-from rollway.observe.dash.view import View
+from rollway.observe.dash.server import STATIC, Dashboard, serve
+from rollway.observe.dash.view import Source, View
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from tests.observe.make_run import MadeRun, Writer, write_run
@@ -50,7 +49,7 @@ def run_dir(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def open_dash(source: Source | Path, token: str = "") -> AsyncIterator[Client]:
     source = open_directory(source) if isinstance(source, Path) else source
-    access = Access(token)
+    access = DashAccess(token)
     async with (
         serve(Dashboard(source, access), access, "127.0.0.1", 0) as url,
         aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session,
@@ -106,14 +105,13 @@ async def test_a_stream_sends_everything_once_and_then_what_changed(tmp_path: Pa
     async with open_dash(tmp_path / "run") as client, client.stream() as messages:
         first = await anext(messages)
         assert first["first"] is True
-        assert first["sections"]["fleet"]["names"] == ["tiny-0", "tiny-1"]
+        assert [row["name"] for row in first["sections"]["fleet"]] == ["tiny-0", "tiny-1"]
         writer.write_all(run.refit(began + 5, 1))
         update = await anext(messages)
         assert "first" not in update
         assert update["sections"]["refits"][0]["version"] == 1
-        rows = update["sections"]["fleet"]["rows"]
-        assert {row["version"] for row in rows} == {1}
-        assert all("node" not in row for row in rows)  # it did not change
+        assert {row["version"] for row in update["sections"]["fleet"]} == {1}
+        assert "trainer" not in update["sections"]  # it did not change
         ids = {event["id"] for event in first["events"]}
         assert all(event["id"] not in ids for event in update["events"])
 
@@ -122,7 +120,6 @@ async def test_the_end_of_a_long_record_is_shown_while_the_rest_is_read(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source_module, "_LONG_BYTES", 1000)
-    monkeypatch.setattr(read, "_CHUNK", 4096)
     source, may_load = open_directory(run_dir), threading.Event()
     run, load = Run(run_dir), source.load
 
@@ -130,14 +127,14 @@ async def test_the_end_of_a_long_record_is_shown_while_the_rest_is_read(
         may_load.wait(60)
         yield from load()
 
-    source.load = load_later
-    source.read_end = lambda: run.read_end(15_000)
+    source.load = load_later  # type: ignore[method-assign]
+    source.run.read_end = lambda: run.read_end(15_000)  # type: ignore[method-assign, misc]
     async with open_dash(source) as client, client.stream() as messages:
         first = await anext(messages)
         assert first["first"] is True
         (note,) = first["sections"]["run"]["notes"]
         assert note.startswith("Reading the record: 0 %.")
-        assert len(first["sections"]["fleet"]["names"]) == 4
+        assert len(first["sections"]["fleet"]) == 4
         assert first["sections"]["top"][0]["level"] == "good"  # no token is called foreign
         may_load.set()
         async for whole in messages:
@@ -147,7 +144,7 @@ async def test_the_end_of_a_long_record_is_shown_while_the_rest_is_read(
         counts = [each["sections"]["rollouts"]["totals"]["count"] for each in (first, whole)]
         assert 0 < counts[0] < counts[1]
         assert len(whole["sections"]["refits"]) > len(first["sections"]["refits"]) > 0
-        assert whole["sections"]["fleet"]["names"] == first["sections"]["fleet"]["names"]
+        assert len(whole["sections"]["fleet"]) == 4
     direct = View()
     for entry in Run(run_dir).read():
         direct.add(entry)
@@ -161,7 +158,8 @@ async def test_a_dashboard_ends_while_it_reads(
 ) -> None:
     monkeypatch.setattr(source_module, "_LONG_BYTES", 1000)
     source = open_directory(run_dir)
-    source.load = lambda: itertools.repeat({"kind": "unknown", "t": T})  # it never ends by itself
+    gateway = {"kind": "gateway", "t": T, "sessions": 1, "turns": 1}
+    source.load = lambda: itertools.repeat(gateway)  # type: ignore[method-assign]
     async with open_dash(source) as client:
         await client.get_json("api/model")
 
@@ -208,7 +206,7 @@ async def test_a_directory_that_goes_away_is_said_and_the_page_stays(run_dir: Pa
         raise OSError(5, "Input/output error")
 
     source = open_directory(run_dir)
-    source.poll = fail
+    source.poll = fail  # type: ignore[method-assign]
     async with open_dash(source) as client:
         notes = (await client.get_json("api/model"))["sections"]["run"]["notes"]
     assert notes == ["The record cannot be read: Input/output error."]
@@ -219,7 +217,7 @@ async def test_many_workers_cost_little(tmp_path: Path) -> None:
     write_run(tmp_path / "run", workers=128, seconds=100, began=T)
     total = 0
     async with open_dash(tmp_path / "run") as client:
-        for path in ("", "api/model", *(f"static/{name}" for name in load_static())):
+        for path in ("", "api/model", *(f"static/{path.name}" for path in STATIC.iterdir())):
             async with client.session.get(client.url + path, auto_decompress=False) as answer:
                 total += len(await answer.read())
     assert total < 250_000
@@ -277,7 +275,7 @@ async def test_a_token_admits_by_address_cookie_or_header(run_dir: Path) -> None
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "127.evil.example"])
 async def test_another_host_needs_a_token(run_dir: Path, host: str) -> None:
     with pytest.raises(UsageError, match="without a token"):
-        async with serve(Dashboard(open_directory(run_dir)), Access(), host, 0):
+        async with serve(Dashboard(open_directory(run_dir)), DashAccess(), host, 0):
             pass
 
 
@@ -285,7 +283,7 @@ async def test_two_dashboards_on_one_port_are_an_error_that_says_so(run_dir: Pat
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(PortInUse, match=f"port {port} of 127.0.0.1: .*in use"):
-            async with serve(Dashboard(open_directory(run_dir)), Access(), "127.0.0.1", port):
+            async with serve(Dashboard(open_directory(run_dir)), DashAccess(), "127.0.0.1", port):
                 pass
 
 
@@ -317,7 +315,7 @@ async def test_without_a_log_directory_there_are_none(run_dir: Path) -> None:
 
 
 async def test_a_stream_ends_with_the_dashboard(run_dir: Path) -> None:
-    access = Access()
+    access = DashAccess()
     async with aiohttp.ClientSession() as session:
         async with serve(Dashboard(open_directory(run_dir)), access, "127.0.0.1", 0) as url:
             answer = await session.get(f"{url}api/stream")
@@ -327,7 +325,7 @@ async def test_a_stream_ends_with_the_dashboard(run_dir: Path) -> None:
 
 async def test_a_page_that_leaves_is_forgotten(run_dir: Path) -> None:
     dashboard = Dashboard(open_directory(run_dir))
-    async with serve(dashboard, Access(), "127.0.0.1", 0) as url:
+    async with serve(dashboard, DashAccess(), "127.0.0.1", 0) as url:
         async with aiohttp.ClientSession() as session, session.get(f"{url}api/stream") as answer:
             await answer.content.readany()
             assert len(dashboard._streams) == 1
@@ -339,19 +337,18 @@ async def test_a_page_that_leaves_is_forgotten(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("name", UPLOT)
 def test_uplot_is_the_published_package(name: str) -> None:
-    assert hashlib.sha256(load_static()[name][0]).hexdigest() == UPLOT[name]
+    assert hashlib.sha256((STATIC / name).read_bytes()).hexdigest() == UPLOT[name]
 
 
 def test_the_notice_of_uplot_is_kept() -> None:
-    notice = load_static()["uplot-license.txt"][0].decode()
+    notice = (STATIC / "uplot-license.txt").read_text()
     assert "Permission is hereby granted, free of charge" in notice
     assert "Leon Sorokin" in notice
 
 
 def read_own(*kinds: str) -> dict[str, str]:
-    files = load_static()
-    own = {name for name in files if not name.startswith("uplot") and name.endswith(kinds)}
-    return {name: files[name][0].decode() for name in own}
+    own = (path for path in STATIC.iterdir() if not path.name.startswith("uplot"))
+    return {path.name: path.read_text() for path in own if path.name.endswith(kinds)}
 
 
 def test_the_page_names_no_other_machine_and_takes_no_markup() -> None:

@@ -10,16 +10,23 @@ from typing import cast
 import pytest
 from aiohttp import web
 
+from rollway.errors import Problem
 from rollway.fleet.discovery import StaticList, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.observe.doctor import network
-from rollway.observe.doctor.network import Way, check_rdma, find_ways, measure_offset
-from rollway.observe.doctor.subject import Pool, Subject
-from rollway.observe.doctor.upkeep import count_files, read_last_samples
+from rollway.observe.doctor import machine
+from rollway.observe.doctor.machine import (
+    Way,
+    check_rdma,
+    count_files,
+    find_ways,
+    measure_offset,
+    read_last_samples,
+    read_limit,
+)
+from rollway.observe.doctor.subject import ModelWorkers, Subject
 from rollway.observe.record import Recorder
 from rollway.stack import preset
-from rollway.stack.doctor import Finding
 
 
 def test_a_record_is_read_from_its_end_also_if_the_last_line_is_torn(tmp_path: Path) -> None:
@@ -35,10 +42,10 @@ def test_a_record_is_read_from_its_end_also_if_the_last_line_is_torn(tmp_path: P
 
 
 def test_open_files_are_counted() -> None:
-    used, limit = count_files(os.getpid())
+    used, limit = count_files(os.getpid()), read_limit(os.getpid(), "Max open files")
     assert used > 0 and (limit is None or limit >= used)
-    assert count_files(None) == (0, None)
-    assert count_files(2**31) == (0, None)
+    for pid in (None, 2**31):
+        assert count_files(pid) == 0 and read_limit(pid, "Max open files") is None
 
 
 async def test_a_clock_is_read_from_an_answer_or_unknown() -> None:
@@ -64,7 +71,7 @@ async def test_later_checks_ask_only_sound_workers_of_the_newest_version() -> No
     workers = [Worker(number, "m", f"http://h:{number}") for number in range(4)]
     workers.append(Worker(4, "m", "http://h:4", error="silent"))
     async with Http() as http:
-        pool = Pool("m", Fleet(http, StaticList(())), workers)
+        pool = ModelWorkers("m", Fleet(http, StaticList(())), workers)
         assert [w.instance_id for w in pool.serving] == [0, 1, 2, 3]  # no version is declared
         pool.labels = {0: 3, 1: 2, 2: -1, 3: 3, 4: 3}
         pool.refusing.add(3)
@@ -109,26 +116,25 @@ def fake_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files.mkdir()
     (files / "uverbs0").touch()
     monkeypatch.setattr(preset, "RDMA_DEVICES", tmp_path / "infiniband")
-    monkeypatch.setattr(network, "RDMA_FILES", files)
-    monkeypatch.setattr(network, "read_lock_limit", lambda pid: None)
+    monkeypatch.setattr(machine, "RDMA_FILES", files)
+    monkeypatch.setattr(machine, "read_limit", lambda pid, name: None)
     return ports
 
 
-async def examine_rdma(*, is_split: bool = True) -> list[Finding]:
+async def examine_rdma(*, is_split: bool = True) -> list[Problem]:
     process = SimpleNamespace(role="worker", pid=1)
     subject = SimpleNamespace(
-        is_here=True,
-        state=SimpleNamespace(processes=[process]),
+        local_state=SimpleNamespace(processes=[process]),
         pools=[SimpleNamespace(is_split=is_split)],
     )
-    return [finding async for finding in check_rdma(cast(Subject, subject))]
+    return [Problem("RDMA", *finding) async for finding in check_rdma(cast(Subject, subject))]
 
 
 async def test_a_device_that_works_is_named_and_a_machine_without_one_says_nothing(
     fake_rdma: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (finding,) = await examine_rdma()
-    assert (finding.level, finding.found) == ("ok", "mlx5_0:2 400 Gb/sec (4X NDR)")
+    assert (finding.level, finding.cause) == ("ok", "mlx5_0:2 400 Gb/sec (4X NDR)")
     monkeypatch.setattr(preset, "RDMA_DEVICES", fake_rdma / "nowhere")
     assert await examine_rdma() == []
 
@@ -136,15 +142,15 @@ async def test_a_device_that_works_is_named_and_a_machine_without_one_says_nothi
 async def test_what_keeps_workers_from_rdma_is_found_one_line_each(
     fake_rdma: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "read_lock_limit", lambda pid: 64 << 10)
+    monkeypatch.setattr(machine, "read_limit", lambda pid, name: 64 << 10)
     (finding,) = await examine_rdma()
-    assert finding.level == "warning" and "ulimit -l" in finding.advice
-    monkeypatch.setattr(network, "RDMA_FILES", fake_rdma / "nowhere")
+    assert finding.level == "warning" and "ulimit -l" in finding.fix
+    monkeypatch.setattr(machine, "RDMA_FILES", fake_rdma / "nowhere")
     (finding,) = await examine_rdma()
-    assert finding.level == "warning" and "--device /dev/infiniband" in finding.advice
+    assert finding.level == "warning" and "--device /dev/infiniband" in finding.fix
     (fake_rdma / "2/state").write_text("2: INIT\n")
     (finding,) = await examine_rdma()
-    assert finding.level == "warning" and finding.found == "mlx5_0:1 1: DOWN, mlx5_0:2 2: INIT"
+    assert finding.level == "warning" and finding.cause == "mlx5_0:1 1: DOWN, mlx5_0:2 2: INIT"
     (finding,) = await examine_rdma(is_split=False)
     assert finding.level == "note"  # such a stack sends no KV
 
@@ -157,9 +163,3 @@ def test_tcp_between_machines_is_slow_only_where_rdma_is_up(fake_rdma: Path) -> 
     assert tcp.is_slow and not rdma.is_slow
     (fake_rdma / "2/state").write_text("1: DOWN\n")
     assert not tcp.is_slow
-
-
-def test_how_much_a_process_may_lock_is_read() -> None:
-    limit = network.read_lock_limit(os.getpid())
-    assert limit is None or limit >= 0
-    assert network.read_lock_limit(None) is None

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from rollway.observe import record
-from rollway.observe.read import Run
+from rollway.observe.read import Run, list_runs, prune_runs
 from rollway.observe.record import Recorder
-from rollway.observe.runs import list_runs, prune_runs
 
 WRITER = """
 import sys

@@ -14,7 +14,7 @@ from rollway.observe import sample
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
-from rollway.observe.sample import Sampler, Target
+from rollway.observe.sample import MetricsTarget, Sampler
 from tests.waiting import wait_until_async
 
 RUNNING = "vllm:num_requests_running"
@@ -40,8 +40,8 @@ class Pages:
             raise web.HTTPServiceUnavailable
         return web.Response(body=page)
 
-    def target(self, name: str, role: str = "", process: object = 1) -> Target:
-        return Target(name, f"{self.url}/{name}", role=role, process=process)
+    def target(self, name: str, role: str = "", process: object = 1) -> MetricsTarget:
+        return MetricsTarget(name, f"{self.url}/{name}", role=role, process=process)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ Make = Callable[..., Sampler]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    def make_sampler(*targets: Target, **options: float) -> Sampler:
+    def make_sampler(*targets: MetricsTarget, **options: float) -> Sampler:
         recorder = Recorder(tmp_path, "supervisor")
         return Sampler(recorder, lambda: targets, **options)  # type: ignore[arg-type]
 
@@ -84,7 +84,7 @@ async def test_a_dead_or_broken_process_is_a_gap_and_delays_nobody(
     }
     names = ["good", "huge", "binary", "slow", "refused"]
     targets = [pages.target(name) for name in names]
-    targets.append(Target("dead", "http://127.0.0.1:1/metrics"))
+    targets.append(MetricsTarget("dead", "http://127.0.0.1:1/metrics"))
     sampler = make(*targets, interval=0.2)
     async with Http() as http:
         values = await sampler.sample(http)

@@ -1,24 +1,16 @@
-"""What sinks are given: a stand-in of TensorBoard's and wandb's packages notes the calls, so that a
-failure can be made. test_sinks_read.py has the real ones. The Prometheus page is read by
-Prometheus' own parser."""
+"""What sinks are given, and what one that fails costs. test_sinks_read.py has the real tools."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
-from rollway.observe.series import Series
-from rollway.observe.sinks import Feed
-from rollway.observe.sinks.prometheus import PrometheusFile, render_page
-from rollway.observe.sinks.tensorboard import TensorBoard
-from rollway.observe.sinks.wandb import Wandb
+from rollway.observe.run_state import RunState
+from rollway.observe.sinks import Feed, PrometheusFile, render_page
 from tests.waiting import wait_until
 
 REPORT = {
@@ -62,7 +54,7 @@ def write_run(directory: Path) -> None:
 
 
 def read_values(directory: Path) -> dict[str, dict[str, float]]:
-    series = Series()
+    series = RunState()
     for entry in Run(directory).read():
         series.add(entry)
     return series.values
@@ -88,7 +80,7 @@ def test_the_page_is_what_prometheus_reads(tmp_path: Path) -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     write_run(tmp_path)
     values = {**read_values(tmp_path), "rollway_restarts_total": {'worker=a"\\b\n': 1.0}}
-    page = render_page(values, "policy")
+    page = render_page([({"stack": "policy"}, values)])
     families = list(parser.text_string_to_metric_families(page))
     samples = [sample for family in families for sample in family.samples]
     assert all(sample.labels["stack"] == "policy" for sample in samples)
@@ -125,49 +117,3 @@ def test_a_sink_that_fails_is_named_once_and_the_others_go_on(tmp_path: Path) ->
     (failure,) = [e for e in events if e["event"] == "sink failed"]
     assert failure["detail"] == "a broken tool gets no more metrics: RuntimeError: no room"
     assert not page.exists()
-
-
-def test_tools_get_every_metric_once_with_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-
-    class Writer:
-        def __init__(self, directory: str) -> None:
-            calls.append(directory)
-
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            calls.append((tag, value, step))
-
-        def flush(self) -> None: ...
-
-        def close(self) -> None:
-            calls.append("closed")
-
-    logged: list[tuple[dict[str, float], bool]] = []
-    run = SimpleNamespace(
-        log=lambda values, commit: logged.append((values, commit)),
-        finish=lambda: logged.append(({}, False)),
-    )
-    modes: list[str | None] = []
-
-    def init(project: str, dir: str, mode: str | None) -> Any:
-        modes.append(mode)
-        return run
-
-    monkeypatch.setitem(
-        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer)
-    )
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None, init=init))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    write_run(tmp_path / "run")
-    with Feed(tmp_path / "run", [TensorBoard(tmp_path / "tb"), Wandb("rl", tmp_path)]):
-        pass
-    assert ("rollway_version_spread", 2.0, 7) in calls and calls[-1] == "closed"
-    assert ("vllm:num_requests_running/worker=a", 2, 7) in calls
-    assert modes == ["offline"]
-    (values, is_committed), _ = logged
-    assert is_committed and values["rollway_step"] == 7
-    assert values["rollway_mismatch_k3"] == 1e-4  # of the newest version

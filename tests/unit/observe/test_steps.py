@@ -12,7 +12,7 @@ from rollway.observe import end_step, note_mismatch, step, steps
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
 from rollway.observe.steps import Step
-from rollway.observe.tally import LARGEST_SAMPLE, Figures, RolloutTally
+from rollway.observe.tally import RolloutTally
 
 
 def read(directory: Path, kind: str) -> list[dict[str, Any]]:
@@ -93,16 +93,6 @@ async def test_many_rollouts_are_counted_to_the_last(tmp_path: Path) -> None:
     assert entry["versions"]["None"] == 500 and sum(entry["versions"].values()) == tokens
     sampled = entry["histograms"]["sampled"]
     assert {int(bits): count for bits, count in sampled.items()} == {1: 715, 2: 1429, 3: 2856}
-
-
-def test_a_sample_of_many_figures_stays_small_and_close() -> None:
-    figures = Figures()
-    for number in range(100_000):
-        figures.add(float(number))
-    percentiles = figures.find_percentiles()
-    assert percentiles is not None
-    assert len(figures.__dict__["_values"]) == LARGEST_SAMPLE
-    assert abs(percentiles["p50"] - 50_000) < 10_000
 
 
 async def test_steps_are_known_by_refits_alone(

@@ -64,7 +64,7 @@ def test_what_config_prints_has_no_problem() -> None:
 )
 def test_a_problem_is_named_by_its_key(text: str, key: str) -> None:
     problems = find_problems(tomllib.loads(text))
-    assert key in [problem.key for problem in problems]
+    assert key in [problem.what for problem in problems]
     assert all(problem.cause and problem.fix for problem in problems)
 
 
@@ -108,9 +108,9 @@ async def test_addresses_are_asked_for_their_series(
         assert await find_remote_problems(config) == []
         assert await find_remote_problems({**config, "model": {"name": policy}}) == []
         (problem,) = await find_remote_problems({**config, "model": {"name": "policy"}})
-        assert problem.key == "model.name" and "loads a tokenizer by this name" in problem.cause
+        assert problem.what == "model.name" and "loads a tokenizer by this name" in problem.cause
         problem, _ = await find_remote_problems({**config, "model": {"name": "other"}})
-        assert problem.key == "model.name" and f"only {policy}" in problem.cause
+        assert problem.what == "model.name" and f"only {policy}" in problem.cause
     (problem,) = await find_remote_problems(config)
     assert "prime-rl serve" in problem.fix
 
@@ -139,10 +139,10 @@ async def test_an_address_that_answers_other_calls_alone_is_named(
         right = {"client": {"base_url": url, "admin_base_url": [admin_url]}}
         assert await find_remote_problems(right) == []
         (problem,) = await find_remote_problems({"client": {"base_url": url}})
-        assert "rollouts alone" in problem.cause and problem.key == "client.admin_base_url"
+        assert "rollouts alone" in problem.cause and problem.what == "client.admin_base_url"
         crossed = {"client": {"base_url": admin_url, "admin_base_url": [admin_url]}}
         (problem,) = await find_remote_problems(crossed)
-        assert "admin calls alone" in problem.cause and problem.key == "client.base_url"
+        assert "admin calls alone" in problem.cause and problem.what == "client.base_url"
         config = ["prime-rl", "config", url]
         assert await asyncio.to_thread(main, config) == 2
         assert "--admin-url" in capsys.readouterr().err

@@ -69,12 +69,6 @@ FINDINGS = {
     "h: a floored log-prob ended the turn": (
         test_generate.test_a_floored_log_prob_is_sampled_again_and_never_passed_on
     ),
-    "i: weight_version is sent as `step_N` and as `N`": (
-        test_virtual_worker.test_a_step_has_two_spellings
-    ),
-    "k: an adapter's answer says `success`, others say `ok`": (
-        test_virtual_worker.test_answers_have_the_words_that_clients_wait_for
-    ),
     "m: the listing named 0.0.0.0": (
         test_virtual_worker.test_the_listing_has_the_address_that_was_asked
     ),

@@ -15,7 +15,6 @@ from rollway.integrations.prime_rl.generate import (
     FLOOR,
     GenerateRequest,
     Generator,
-    Scorer,
     has_token_data,
     make_chat_reply,
     make_prompt_logprobs,
@@ -26,6 +25,7 @@ from rollway.rollout.client import Rollouts
 from rollway.rollout.completion import Completion
 from rollway.rollout.experts import RoutedExperts
 from rollway.rollout.sampling import Sampling
+from rollway.rollout.teacher import Teacher
 from rollway.rollout.trajectory import Rollout, Span, Trajectory
 from rollway.rollout.wire import COMPLETIONS
 
@@ -100,11 +100,11 @@ async def test_a_floored_log_prob_is_sampled_again_and_never_passed_on() -> None
     request = GenerateRequest.read(BODY, 100)
     floored = make_rollout(logprobs=[-0.5, FLOOR])
     rollouts = FakeRollouts(floored, make_rollout())
-    generator = Generator(cast(Rollouts, rollouts), cast(Scorer, None))
+    generator = Generator(cast(Rollouts, rollouts), cast(Teacher, None))
     reply = await generator.answer(request, "trace")
     assert reply["choices"][0]["logprobs"]["content"][1]["logprob"] == -0.25
     assert rollouts.calls == 2 and rollouts.options == {"group": "trace", "salt": "7"}
-    stubborn = Generator(cast(Rollouts, FakeRollouts(*[floored] * 3)), cast(Scorer, None))
+    stubborn = Generator(cast(Rollouts, FakeRollouts(*[floored] * 3)), cast(Teacher, None))
     with pytest.raises(RolloutError, match="no log-prob for a token"):
         await stubborn.answer(request, "")
 

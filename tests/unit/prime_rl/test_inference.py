@@ -151,7 +151,7 @@ def test_lora_options_come_with_lora_alone() -> None:
 )
 def test_what_cannot_be_honoured_is_named(key: str, fields: dict[str, Any]) -> None:
     config = make_config(**fields)
-    assert [problem.key for problem in find_problems(config)] == [key]
+    assert [problem.what for problem in find_problems(config)] == [key]
     with pytest.raises(UsageError, match=f"inference.{key}:"):
         make_stack(config)
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_honoured_is_named(key: str, fields: dict[str, Any]) -> N
 def test_options_of_vllms_http_server_are_refused() -> None:
     pytest.importorskip("vllm")
     config = make_config(vllm__max_num_seqs=64, vllm__uvicorn_log_level="debug")
-    assert [problem.key for problem in find_problems(config)] == ["vllm.uvicorn_log_level"]
+    assert [problem.what for problem in find_problems(config)] == ["vllm.uvicorn_log_level"]
     assert make_model(vllm__max_num_seqs=64)["args"]["max-num-seqs"] == 64
 
 

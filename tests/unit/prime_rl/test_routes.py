@@ -14,7 +14,7 @@ import pytest
 from rollway.aio import Stack
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
-from rollway.gateway.access import Access
+from rollway.gateway.tokens import Access
 from rollway.integrations.prime_rl.directories import BroadcastRules
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics
 from rollway.integrations.prime_rl.lora import AdapterAliases
@@ -96,7 +96,7 @@ async def test_log_probs_and_calls_to_workers_need_an_operators_token(
     access = Access((b"agent",), (b"operator",))
     async with serving(tmp_path, fleet, access) as (service, _):
         body = json.dumps({"samples": [GOOD]}).encode()
-        call = "/engine/pause_generation"
+        call = "/pause"
         for token, status in (("wrong", 401), ("agent", 403), ("operator", 200)):
             headers = {"authorization": f"Bearer {token}"}
             assert (await service.post(PATH, body, headers=headers))[0] == status

@@ -54,21 +54,18 @@ def test_every_form_decodes_to_the_same_ids(
 ) -> None:
     ids = np.random.default_rng(1).integers(0, experts, shape)
     dtype = dtype_for(experts).name
-    rows, layers, top_k = shape
     forms: list[Any] = [
         make_wire(ids, dtype, start=start),
         encode_npy(ids.astype(dtype)),
         encode_npy(np.asfortranarray(ids.astype(dtype))),
-        f"nrlre1:{dtype}:{rows}x{layers}x{top_k}:{encode_base64(ids.astype(dtype).tobytes())}",
-        *([ids.tolist()] if rows else []),  # empty lists do not contain the number of layers
     ]
     for form in forms:
-        routed = decode(form, experts=experts, start=start)
-        assert routed.start == start
+        routed = decode(form).cast(experts)
+        assert routed.start == (start if isinstance(form, dict) else 0)
         assert routed.ids.dtype == dtype_for(experts)
         assert np.array_equal(routed.ids, ids)
         again = decode(routed.as_json())
-        assert np.array_equal(again.ids, ids) and again.start == start
+        assert np.array_equal(again.ids, ids) and again.start == routed.start
 
 
 def test_missing_fields_have_defaults() -> None:
@@ -80,10 +77,10 @@ def test_missing_fields_have_defaults() -> None:
 def test_all_records_of_a_model_have_one_dtype() -> None:
     small, large = make_routing(experts=8), make_routing(experts=512)
     for ids in (small, large):
-        assert decode(make_wire(ids, "uint16"), experts=512).as_json()["dtype"] == "uint16"
+        assert decode(make_wire(ids, "uint16")).cast(512).as_json()["dtype"] == "uint16"
         assert RoutedExperts(ids).cast(512).as_json()["dtype"] == "uint16"
     for wide in ("int16", "int32", "int64"):
-        assert decode(make_wire(small, wide), experts=8).ids.dtype == np.uint8
+        assert decode(make_wire(small, wide)).cast(8).ids.dtype == np.uint8
     assert [dtype_for(n).name for n in (1, 256, 257, 65536, 65537)] == [
         "uint8", "uint8", "uint16", "uint16", "int32",
     ]  # fmt: skip
@@ -102,38 +99,29 @@ def _make_npy_claiming(shape: str) -> str:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (None, "not a known form"),
-        (7, "not a known form"),
-        ({}, "wrong shape"),
-        (make_wire(make_routing(), shape=[4, 2]), "wrong shape"),
-        (make_wire(make_routing(), shape=[4, 2, True]), "wrong shape"),
-        (make_wire(make_routing(), shape=[-4, -2, 2]), r"\[-4, -2, 2\]"),
-        (make_wire(make_routing(), shape=[4, 0, 2]), r"\[4, 0, 2\]"),
-        (make_wire(make_routing(), shape=[4, 2, 3]), "have 16 bytes.*needs 24"),
-        (make_wire(make_routing(), shape=[2**62, 2**62, 2**62]), "16 bytes"),
-        (make_wire(make_routing(), dtype="float32"), "16 bytes|float32"),
+        (None, "cannot be read"),
+        (7, "cannot be read"),
+        ({}, "cannot be read"),
+        (make_wire(make_routing(), shape=[4, 2]), "cannot be read"),
+        (make_wire(make_routing(), shape=[4, 2, True]), "cannot be read"),
+        (make_wire(make_routing(), shape=[-4, -2, 2]), "cannot be read"),
+        (make_wire(make_routing(), shape=[4, 0, 2]), "cannot be read"),
+        (make_wire(make_routing(), shape=[4, 2, 3]), "cannot be read"),
+        (make_wire(make_routing(), shape=[2**62, 2**62, 2**62]), "cannot be read"),
+        (make_wire(make_routing(), dtype="float32"), "cannot be read"),
         (make_wire(make_routing(), start=-1), "position -1"),
-        (make_wire(make_routing(), start="x"), "wrong shape"),
-        (make_wire(make_routing(), data="not base64!"), "not base64"),
-        (make_wire(make_routing(), data="é"), "not base64"),
-        (make_wire(make_routing(), data="x" * 1_000_001), "not base64"),
-        ("", "not of a .npy file"),
-        ("A" * 1_000_000, "not of a .npy file"),
-        (encode_npy(np.zeros((2, 2))), "not of a .npy file"),
-        (encode_npy(np.zeros((2, 2, 2))), "not of a .npy file"),
-        (encode_npy(np.array(["x"])), "not of a .npy file"),
-        (_make_npy_claiming("(1000000000000, 2, 2)"), "8 bytes"),
-        (_make_npy_claiming("(" * 5000), "not of a .npy file"),
-        ("nrlre1:", "which is not"),
-        ("nrlre1:uint8:4x2:AAAA", "which is not"),
-        ("nrlre1:uint8:4x2x-2:AAAA", "which is not"),
-        ("nrlre1:uint8:4x2x2:AAAA", "3 bytes"),
-        ("nrlre1:complex:1x1x3:AAAA", "complex"),
-        ([], "rows, layers, top_k"),
-        ([[1, 2]], "wrong shape"),
-        ([[[1, 2]], [[1]]], "wrong shape"),
-        ([[[2**40]]], "wrong shape"),
-        ([[[1.5]]], "wrong shape"),
+        (make_wire(make_routing(), start="x"), "cannot be read"),
+        (make_wire(make_routing(), data="not base64!"), "cannot be read"),
+        (make_wire(make_routing(), data="é"), "cannot be read"),
+        (make_wire(make_routing(), data="x" * 1_000_001), "cannot be read"),
+        ("", "no .npy file"),
+        ("A" * 1_000_000, "no .npy file"),
+        (encode_npy(np.zeros((2, 2))), "rows, layers, top_k"),
+        (encode_npy(np.zeros((2, 2, 2))), "rows, layers, top_k"),
+        (encode_npy(np.array(["x"])), "rows, layers, top_k"),
+        (_make_npy_claiming("(1000000000000, 2, 2)"), "no .npy file"),
+        (_make_npy_claiming("(" * 5000), "no .npy file"),
+        ([[[1, 2]]], "cannot be read"),
     ],
 )
 def test_inconsistent_records_are_refused(raw: Any, message: str) -> None:
@@ -150,7 +138,6 @@ JSON = st.recursive(
 
 @given(
     JSON
-    | st.text().map("nrlre1:".__add__)
     | st.binary(max_size=64).map(encode_base64)
     | st.binary(max_size=64).map(lambda tail: encode_base64(b"\x93NUMPY" + tail))
     | st.fixed_dictionaries(
@@ -163,7 +150,7 @@ JSON = st.recursive(
 )
 def test_arbitrary_input_is_read_or_refused(raw: Any) -> None:
     try:
-        routed = decode(raw, experts=8)
+        routed = decode(raw).cast(8)
     except RolloutError:
         return
     assert routed.ids.shape[1:] == (routed.layers, routed.top_k)

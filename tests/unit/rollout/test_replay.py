@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 np = pytest.importorskip("numpy")
 
+from examples.exactness.mismatch import Mismatch, mismatch  # noqa: E402
+from examples.moe.replay_experts import replay, router_choices  # noqa: E402
 from rollway.errors import UsageError  # noqa: E402
 from rollway.rollout.experts import RoutedExperts, join  # noqa: E402
-from rollway.rollout.mismatch import Mismatch, mismatch  # noqa: E402
-from rollway.rollout.replay import replay, router_choices  # noqa: E402
 
 LENGTH = 120
 SIZES: dict[str, Any] = {

@@ -177,7 +177,7 @@ async def test_a_stream_refused_before_it_begins_is_retried() -> None:
     assert tokens == [[5, 6, 7]] and isinstance(rollout, Rollout)
     assert len(http.bodies) == 2
     http = Streaming(RequestFailed("answered 400", status=400))
-    with pytest.raises(RequestFailed):
+    with pytest.raises(RolloutError, match="answered 400"):
         await anext(Rollouts(http, "http://f", "m", make_versions()).stream([1, 2, 3]))
 
 

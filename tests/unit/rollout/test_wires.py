@@ -16,7 +16,7 @@ from rollway.gateway.upstream import CHAT
 from rollway.http import Http
 from rollway.rollout.client import Rollouts, events
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.teacher import flatten, read_prompt_logprobs
+from rollway.rollout.teacher import flatten
 from rollway.rollout.wire import COMPLETIONS, GENERATE, VLLM, Wire, get_wire
 from rollway.versions import FleetVersions
 from tests.unit.rollout.headers import JSON
@@ -191,14 +191,28 @@ def test_the_score_is_that_of_the_token_and_not_of_the_first_entry() -> None:
             flatten(wrong, [4, 5])
 
 
+PLACES: dict[str, tuple[str | int, ...]] = {
+    COMPLETIONS.name: ("nvext",),
+    VLLM.name: ("choices", 0),
+    GENERATE.name: (),
+}
+
+
+@pytest.mark.parametrize("wire", [COMPLETIONS, VLLM, GENERATE], ids=list(PLACES))
 @given(JSON, JSON)
-def test_arbitrary_scores_are_read_or_refused(raw: Any, entry: Any) -> None:
-    for body in (raw, {"prompt_logprobs": raw}, {"nvext": {"prompt_logprobs": [None, entry]}}):
+def test_arbitrary_scores_are_read_or_refused(wire: Wire, raw: Any, entry: Any) -> None:
+    for scores in (raw, [None, entry], [None, {"5": -0.5}]):
+        body = copy.deepcopy(GOOD[wire.name])
+        place: Any = body
+        for key in PLACES[wire.name]:
+            place = place[key]
+        place["prompt_logprobs"] = scores
         try:
-            scores = flatten(read_prompt_logprobs(body)[0], [4, 5])
+            logprobs = flatten(read_answer(wire, body).prompt_logprobs, [4, 5])
         except RolloutError:
             continue
-        assert scores[0] is None and isinstance(scores[1], float)
+        assert logprobs[0] is None and isinstance(logprobs[1], float)
+    assert logprobs == [None, -0.5]
 
 
 def test_the_error_names_an_unknown_wire() -> None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from rollway.config import load_spec
 from rollway.errors import PortInUse, SpecError, StartError
 from rollway.model_spec import find_role, name_component
+from rollway.spec import load_spec
 from rollway.stack import doctor, preset
-from rollway.stack import workers as stack_workers
+from rollway.stack import plan as stack_plan
 from rollway.stack.locks import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
 
-HAS_NIXL = stack_workers.has_nixl  # the fixture below replaces it
+HAS_NIXL = preset.has_nixl  # the fixture below replaces it
 APART: dict[str, Any] = {"serving": "disaggregated", "prefill": {}, "decode": {}}
 
 
@@ -25,7 +25,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs and RDMA, whose Python has NIXL."""
     monkeypatch.setattr(preset, "list_gpus", list)
     monkeypatch.setattr(preset, "has_rdma", lambda: False)
-    monkeypatch.setattr(stack_workers, "has_nixl", lambda _: True)
+    monkeypatch.setattr(preset, "has_nixl", lambda _: True)
 
 
 @pytest.fixture
@@ -159,14 +159,14 @@ def test_data_parallel_ranks_count_up_from_the_side_channels_port() -> None:
     spec = load_spec({"models": [{"path": "org/m", **APART, "data_parallel": 3}]})
     ports: Any = Ports()
     model = spec.models[0].roles["prefill"]
-    assert stack_workers.reserve_side_channel(ports, "127.0.0.1", model) == 200
+    assert stack_plan.reserve_side_channel(ports, "127.0.0.1", model) == 200
     assert ports.reserved == [100, 200, 201, 202]
 
 
 def test_a_python_without_nixl_is_named_before_anything_starts(
     plan_for: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stack_workers, "has_nixl", lambda _: False)
+    monkeypatch.setattr(preset, "has_nixl", lambda _: False)
     with pytest.raises(StartError) as refusal:
         plan_for({"name": "m", **APART}, python="/opt/engine/bin/python")
     assert "/opt/engine/bin/python has no module `nixl`" in refusal.value.message
@@ -188,9 +188,9 @@ def test_another_interpreter_is_asked_for_nixl(tmp_path: Path) -> None:
 def test_the_doctor_says_whether_nixl_is_there(
     has_nixl: bool, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "has_nixl", lambda: has_nixl)
+    monkeypatch.setattr(preset, "has_nixl", lambda: has_nixl)
     monkeypatch.setattr(doctor, "find_installed_version", lambda _: "1.0")
-    (finding,) = [f for f in doctor.check_packages() if f.check == "nixl"]
+    (finding,) = [f for f in doctor.check_packages() if f.what == "nixl"]
     assert finding.level == level
 
 

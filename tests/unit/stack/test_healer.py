@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollway.config import load_spec
 from rollway.http import Http
-from rollway.ranks import PlacedWorker
-from rollway.stack import access
+from rollway.model_spec import PlacedWorker
+from rollway.spec import load_spec
+from rollway.stack import running
 from rollway.stack.children import Children, _make_state
 from rollway.stack.plan import ProcessPlan
 from rollway.stack.state import WAITS_FOR_REPLICA
@@ -77,7 +77,7 @@ async def test_a_rank_waits_for_its_replica_and_starts_when_it_is_released() -> 
         await wait_until_async(lambda: state.state == WAITS_FOR_REPLICA)
         assert state.detail == "was ended by SIGKILL"
         assert await stays_async(lambda: state.pid == pid, 0.5)
-        access.release_rank("default", state.name)
+        running.release_rank("default", state.name)
         await wait_until_async(lambda: state.state == "ready")
         assert state.pid != pid and state.restarts == 1
         assert not children.directory.get_restart_request(state.name).exists()
@@ -86,7 +86,7 @@ async def test_a_rank_waits_for_its_replica_and_starts_when_it_is_released() -> 
 async def test_an_old_release_does_not_count() -> None:
     async with healed(RANK) as children:
         state = children.state.processes[0]
-        access.release_rank("default", state.name)  # nobody waits: left by an earlier run
+        running.release_rank("default", state.name)  # nobody waits: left by an earlier run
         pid = kill(children)
         await wait_until_async(lambda: state.state == WAITS_FOR_REPLICA)
         assert await stays_async(lambda: state.pid == pid, 0.5)
@@ -96,12 +96,12 @@ async def test_a_rank_that_was_stopped_for_another_has_not_failed() -> None:
     async with healed(RANK) as children:
         state = children.state.processes[0]
         for _ in range(4):  # more than `max_failures`
-            await wait_until_async(lambda: access.stop_rank("default", state.name))
+            await wait_until_async(lambda: running.stop_rank("default", state.name))
             await wait_until_async(lambda: state.state == WAITS_FOR_REPLICA)
-            access.release_rank("default", state.name)
+            running.release_rank("default", state.name)
             await wait_until_async(lambda: state.state == "ready")
         assert (state.failures, state.restarts) == (0, 4)
-        assert not access.stop_rank("default", "another"), "there is no such rank"
+        assert not running.stop_rank("default", "another"), "there is no such rank"
 
 
 async def test_a_worker_of_one_machine_restarts_by_itself() -> None:

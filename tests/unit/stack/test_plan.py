@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollway.config import load_spec
 from rollway.errors import SpecError, StartError
+from rollway.spec import load_spec
 from rollway.stack import preset
 from rollway.stack.commands import get_dial_address, make_flags
 from rollway.stack.locks import Lease

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollway.config import load_spec
+from rollway.spec import load_spec
 from rollway.stack import preset
 from rollway.stack.preset import UNIPROCESS, Defaults, get_worker_defaults
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollway.errors import RequestFailed, RolloutError, StartError, Unreachable
-from rollway.ranks import PlacedWorker
+from rollway.model_spec import PlacedWorker
 from rollway.stack import ready
 from rollway.stack.plan import ProcessPlan, StackPlan
 

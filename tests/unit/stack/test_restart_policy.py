@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from rollway.config import load_spec
 from rollway.http import Http
+from rollway.spec import load_spec
 from rollway.stack.children import Children
 from rollway.stack.state import ProcessState
 from rollway.stack.supervisor import Healer

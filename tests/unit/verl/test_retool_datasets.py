@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from examples.retool.datasets import SUFFIX, map_row, recognise
 from rollway.errors import UsageError
-from rollway.integrations.verl.retool.datasets import SUFFIX, map_row, recognise
 from tests.unit.verl.retool_rows import PROBLEM, ROWS
 
 

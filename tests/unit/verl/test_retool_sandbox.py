@@ -20,15 +20,15 @@ from pathlib import Path
 
 import pytest
 
-from rollway.errors import UsageError
-from rollway.integrations.verl.retool import system_calls
-from rollway.integrations.verl.retool.sandbox import (
+from examples.retool import system_calls
+from examples.retool.sandbox import (
     Limits,
     Outcome,
     Sandbox,
     SandboxError,
     extract_code,
 )
+from rollway.errors import UsageError
 from tests.children import find_processes_in
 from tests.waiting import wait_until, wait_until_async
 
@@ -368,10 +368,10 @@ async def test_cancelling_a_call_kills_its_program(scratch: Path) -> None:
 
 def test_the_death_of_the_caller_kills_the_program(scratch: Path) -> None:
     code = (
-        "import asyncio\nfrom rollway.integrations.verl.retool.sandbox import Sandbox\n"
+        "import asyncio\nfrom examples.retool.sandbox import Sandbox\n"
         f"asyncio.run(Sandbox(scratch={str(scratch)!r}).run('while True: pass'))"
     )
-    with subprocess.Popen([sys.executable, "-c", code]) as caller:
+    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3]) as caller:
         wait_until(lambda: find_processes_in(scratch), SECONDS)
         caller.send_signal(signal.SIGKILL)
     wait_until(lambda: not find_processes_in(scratch) and not list(scratch.iterdir()), SECONDS)

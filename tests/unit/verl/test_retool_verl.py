@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollway.integrations.verl.retool import train
+from examples.retool import train
 from tests.unit.verl.retool_rows import ROWS
 
 MODEL = "actor_rollout_ref.model.path=some/model"
@@ -35,13 +35,13 @@ def test_print_shows_the_overrides(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_model_must_be_named() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", train.__name__], capture_output=True, text=True, check=False
+        [sys.executable, "-m", train.__name__], cwd=train.ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2 and "There is no model to train." in done.stderr
 
 
 def test_the_slurm_example_is_a_script() -> None:
-    script = Path(__file__).parents[3] / "examples" / "verl" / "retool.slurm"
+    script = Path(__file__).parents[3] / "examples" / "retool" / "retool.slurm"
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert train.__name__ in script.read_text()
 
@@ -49,10 +49,10 @@ def test_the_slurm_example_is_a_script() -> None:
 # --- With verl ---
 
 
-def test_unmodified_verl_composes_the_config(tmp_path: Path) -> None:
+def test_unmodified_verl_composes_the_config() -> None:
     pytest.importorskip("verl")
     command = [sys.executable, "-m", train.__name__, MODEL, "data.train_batch_size=8", "--cfg=job"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=train.ROOT)
     for line in ("name: dynamo", "name: ReToolDataset", "default_agent_loop: tool_agent"):
         assert line in done.stdout
     assert "train_batch_size: 8" in done.stdout
@@ -99,7 +99,7 @@ def test_max_samples_keeps_the_rows_that_verl_keeps(files: list[str], tmp_path: 
     from verl.trainer.ppo.utils import create_rl_dataset
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    from rollway.integrations.verl.retool.datasets import write_parquet
+    from examples.retool.datasets import write_parquet
 
     written = tmp_path / "out" / "aime_2024.parquet"
     assert write_parquet(files[1], written) == 3
@@ -177,9 +177,9 @@ async def test_the_agent_loop_gets_its_answers() -> None:
 
 def test_the_tool_refuses_unknown_options() -> None:
     pytest.importorskip("verl")
+    from examples.retool.code_tool import format_answer, make_sandbox
+    from examples.retool.sandbox import Limits, Outcome
     from rollway.errors import UsageError
-    from rollway.integrations.verl.retool.code_tool import format_answer, make_sandbox
-    from rollway.integrations.verl.retool.sandbox import Limits, Outcome
 
     with pytest.raises(UsageError, match="no option time_out"):
         make_sandbox({"type": "native", "time_out": 3})

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import UsageError, WeightsError
-from rollway.orders import SECRET
+from rollway.signed_calls import SECRET
 from rollway.weights.transports.nixl import catalog_http
 from rollway.weights.transports.nixl.catalog import (
     Listing,

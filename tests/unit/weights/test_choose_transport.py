@@ -12,7 +12,7 @@ import torch
 
 from rollway.engine.incoming import get_reader
 from rollway.errors import UsageError
-from rollway.orders import SECRET
+from rollway.signed_calls import SECRET
 from rollway.weights.layout import Box, Piece, Shard
 from rollway.weights.sources import HeldTensor, from_module
 from rollway.weights.transports.base import Publisher

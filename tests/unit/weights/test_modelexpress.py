@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.errors import UsageError, WeightsError
-from rollway.protobuf import decode
 from rollway.weights.transports.nixl import modelexpress
 from rollway.weights.transports.nixl.catalog import Listing, MemoryCatalog, NotYet
 from rollway.weights.transports.nixl.catalog_http import CatalogServer, open_catalog
@@ -21,6 +20,7 @@ from rollway.weights.transports.nixl.modelexpress import (
     Recorder,
     RefitClient,
     State,
+    decode,
     encode,
 )
 from tests.modelexpress_server import ModelExpressServer, make_messages

@@ -20,7 +20,7 @@ import torch
 
 from rollway.engine import incoming
 from rollway.errors import UsageError, WeightsError
-from rollway.orders import SECRET
+from rollway.signed_calls import SECRET
 from rollway.weights.layout import Slices
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.model import Experts, describe

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollway import api, private
-from rollway.config import StackSpec, parse_spec
+from rollway import api, private_files
 from rollway.errors import PortInUse, RollwayError, StartError, UsageError
 from rollway.integrations.curator import translate
 from rollway.integrations.curator.owner import OwnedStack, start_stack
 from rollway.integrations.curator.translate import ConfigError
+from rollway.spec import StackSpec, parse_spec
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class ServerError(StartError, RuntimeError):
 
     def __init__(self, error: RollwayError, models: list[str]) -> None:
         log_tail = getattr(error, "log_tail", "")
-        super().__init__(error.message, error.hint, log_tail)
+        super().__init__(error.message, error.hint, log_tail=log_tail)
         self.debug_context = {
             "backend": "rollway",
             "reason": error.message,
@@ -205,7 +205,7 @@ class RollwayBackend:
         with contextlib.suppress(OSError):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             text = json.dumps(manifest, indent=2)
-            private.replace_file(directory / "manifest.json", text.encode())
+            private_files.replace_file(directory / "manifest.json", text.encode())
 
 
 def _warn_without_cpus(stack: OwnedStack) -> None:

@@ -15,58 +15,48 @@ never touched, because this side needs none.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from rollway import private
-from rollway.config import StackSpec
-from rollway.errors import RollwayError, SpecError, StartError, UsageError, restore_error
-from rollway.stack import local
+from rollway import private_files
+from rollway.errors import RollwayError, StartError
+from rollway.spec import StackSpec
+from rollway.stack import local, logs
+from rollway.stack.launch import Child, Parent
 from rollway.stack.state import ProcessState, StackDir, StackState
 
 STOP_SECONDS = 60.0
 """What a stop may take beyond the stop time of the stack."""
-PARENT_SECONDS = 1.0
-"""How often the owner looks whether its parent is alive. A fork of the driver keeps the pipe open
-when the driver has died."""
 LOG_TAIL_LINES = 15
 
 
 class OwnedStack:
     """A running stack that a child process holds."""
 
-    def __init__(self, spec: StackSpec, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, spec: StackSpec, child: Child, log: Path) -> None:
         self.spec = spec
         self.frontend = ""
         self.log_dir = ""
         self.placements: list[dict[str, Any]] = []
         self.free_cpus: float | None = None
         """What the stack leaves to pipelines, by Ray's count; None without Ray."""
-        self._process = process
+        self._child = child
         self._log = log
 
     def wait_until_ready(self) -> None:
         """Wait for the owner's report; raise the error that it reports."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
+        report = self._child.read_report()
+        if report is None:
             raise StartError(
                 f"The owner of the stack `{self.spec.name}` ended before the stack was ready "
-                f"(status {self._process.wait()}).",
+                f"(status {self._child.process.wait()}).",
                 f"Its log is {self._log}.",
-                log_tail=_read_tail(self._log),
+                log_tail="\n".join(logs.tail(self._log, LOG_TAIL_LINES)),
             )
-        report = json.loads(line)
-        if "error" in report:
-            raise restore_error(report)
         self.frontend = report["frontend"]
         self.log_dir = report["log_dir"]
         self.placements = report["placements"]
@@ -74,18 +64,9 @@ class OwnedStack:
 
     def stop(self) -> None:
         """Stop the stack and return when nothing of it is left."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(self.spec.stop_seconds + STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            # Without its owner, the launcher takes the stack down.
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        if self._process.returncode == 0:
+        # If the owner has to be killed, the launcher takes the stack down.
+        self._child.stop(self.spec.stop_seconds + STOP_SECONDS)
+        if self._child.process.returncode == 0:
             # Every start has a name of its own: without this, directories would pile up.
             self._log.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -99,21 +80,10 @@ def start_stack(spec: StackSpec) -> OwnedStack:
     directory = StackDir(spec.name)
     directory.create()
     log = directory.path / "owner.log"
-    with os.fdopen(private.open_file(log, os.O_WRONLY | os.O_TRUNC), "wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _make_program()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            text=True,
-            start_new_session=True,  # Ctrl-C is the driver's; the owner stops when the driver says
-        )
-    stack = OwnedStack(spec, process, log)
+    with os.fdopen(private_files.open_file(log, os.O_WRONLY | os.O_TRUNC), "wb") as output:
+        child = Child(__name__, spec.model_dump_json().encode(), stderr=output)
+    stack = OwnedStack(spec, child, log)
     try:
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(spec.model_dump_json() + "\n")
-            process.stdin.flush()
         stack.wait_until_ready()
     except BaseException:
         stack.stop()
@@ -121,66 +91,35 @@ def start_stack(spec: StackSpec) -> OwnedStack:
     return stack
 
 
-def _make_program() -> str:
-    # As for a supervisor: the owner must import this very package, and no child may inherit a path.
-    source = str(Path(__file__).parents[3])
-    return (
-        f"import sys; sys.path.insert(0, {source!r}); "
-        "from rollway.integrations.curator.owner import main; sys.exit(main())"
-    )
-
-
-def _read_tail(log: Path) -> str:
-    text = log.read_text(errors="replace") if log.is_file() else ""
-    return "\n".join(text.strip().splitlines()[-LOG_TAIL_LINES:])
-
-
 # --- in the owner --------------------------------------------------------------------------------
 
 
 def main() -> int:
     """Run in the child: start the stack, report, hold it until the driver closes its end."""
-    reports = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Ray prints is for the log
+    parent = Parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    spec = StackSpec.model_validate_json(sys.stdin.readline())
-    lifeline = _Lifeline()
+    spec = StackSpec.model_validate_json(parent.job)
+    started, is_let_go = threading.Event(), threading.Event()
+
+    def let_go(_: bytes) -> None:
+        is_let_go.set()
+        if not started.is_set():
+            # A real signal: only that wakes the main thread while it waits for the start.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    parent.watch(let_go)
     try:
         with _open(spec) as report:
-            lifeline.is_starting = False
-            _send(reports, report)
-            lifeline.wait()
+            started.set()
+            parent.report(report)
+            is_let_go.wait()
     except KeyboardInterrupt:
         return 1
     except RollwayError as error:
-        kind = {"error": SpecError.__name__} if isinstance(error, UsageError) else {}
-        _send(reports, {**error.as_json(), **kind})
+        parent.report_error(error)
         return 1
     return 0
-
-
-class _Lifeline:
-    """Notices that the driver has closed the pipe or died, also in the middle of a start."""
-
-    def __init__(self) -> None:
-        self.is_starting = True
-        self._closed = threading.Event()
-        self._parent = os.getppid()
-        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
-
-    def wait(self) -> None:
-        self._closed.wait()
-
-    def _watch(self) -> None:
-        while os.getppid() == self._parent:
-            readable, _, _ = select.select([0], [], [], PARENT_SECONDS)
-            if readable and not os.read(0, 1024):
-                break
-        self._closed.set()
-        if self.is_starting:
-            # A real signal: only that wakes the main thread while it waits for the start.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -188,9 +127,9 @@ def _open(spec: StackSpec) -> Iterator[dict[str, Any]]:
     """Run the stack for the block; yield what the driver learns about it."""
     with contextlib.ExitStack() as cleanup:
         if spec.launcher == "ray":
-            from rollway.stack.ray import connection, launcher
+            from rollway.stack.ray import cluster, launcher
 
-            cleanup.enter_context(connection.connect(spec.ray.address))
+            cleanup.enter_context(cluster.connect(spec.ray.address))
             running: Any = launcher.start(_add_log_dir(spec))
         else:
             running = local.start(spec)
@@ -248,9 +187,3 @@ def _describe_replica(spec: StackSpec, process: ProcessState) -> dict[str, Any]:
         "master_addr": node if process.nodes > 1 else None,
         "node": node,
     }
-
-
-def _send(reports: TextIO, report: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the driver has died: the lifeline notices
-        reports.write(json.dumps(report) + "\n")
-        reports.flush()

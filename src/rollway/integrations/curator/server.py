@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rollway.config import StackSpec
 from rollway.errors import UsageError
 from rollway.integrations.curator.backend import RollwayBackend
+from rollway.spec import StackSpec
 
 try:
     from nemo_curator.core.serve import BaseModelConfig, BaseServerConfig, DynamoServerConfig

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from rollway.errors import RollwayError, UsageError
+from rollway.errors import Problem, RollwayError, UsageError
 from rollway.integrations.nemo_rl.config import (
     NO_REPLAY,
     WHERE,
@@ -28,8 +28,8 @@ from rollway.integrations.nemo_rl.config import (
     WeightSync,
     make_stack_fields,
 )
-from rollway.plain import check_plain, read_yaml
 from rollway.weights.checkpoint import read_config
+from rollway.yaml_input import read_yaml
 
 _GENERATION = "policy.generation"
 _SYNC = "cluster.weight_sync"
@@ -48,15 +48,6 @@ _VARIABLE = re.compile(r"\$\{oc\.env:(?P<name>\w+)(?:,(?P<default>[^}]*))?\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that will not work."""
-
-    key: str
-    cause: str
-    fix: str
-
-
-@dataclass(frozen=True, slots=True)
 class Recipe:
     """A resolved recipe, without what could not be resolved of it."""
 
@@ -72,9 +63,7 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> Recipe:
     values = _load(file.expanduser().resolve(), ())
     for override in overrides:
         _override(values, override)
-    resolved = _interpolate(values)
-    check_plain(resolved.values, str(file))
-    return resolved
+    return _interpolate(values)
 
 
 def _load(file: Path, below: tuple[Path, ...]) -> dict[str, Any]:
@@ -162,7 +151,7 @@ def _interpolate(values: dict[str, Any]) -> Recipe:
             reason = " ".join(str(error).split())[:200] if config else _NO_OMEGACONF
             fix = "Correct it, or check the recipe where it runs, with its variables set."
             problem = Problem(
-                ".".join(map(str, path)), f"`{value}` cannot be resolved: {reason}.", fix
+                ".".join(map(str, path)), "error", f"`{value}` cannot be resolved: {reason}.", fix
             )
             recipe.unresolved.append(problem)
             return _UNRESOLVED
@@ -194,7 +183,7 @@ def find_problems(recipe: Mapping[str, Any]) -> list[Problem]:
     generation = _get(recipe, "policy", "generation")
     if generation.get("backend") != "dynamo":
         cause = f"The backend is {generation.get('backend')!r}, so NeMo-RL generates by itself."
-        return [Problem(f"{_GENERATION}.backend", cause, "Set it to dynamo.")]
+        return [Problem(f"{_GENERATION}.backend", "error", cause, "Set it to dynamo.")]
     problems = [
         *_check_sync(recipe),
         *_check_reach(recipe),
@@ -223,10 +212,10 @@ def _describe(detail: Any) -> Problem:
     key = ".".join([_GENERATION, *map(str, detail["loc"])])
     message = str(detail["msg"]).removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
-        return Problem(key, "There is no such key.", "docs/nemo-rl.md lists them.")
+        return Problem(key, "error", "There is no such key.", "docs/nemo-rl.md lists them.")
     cause, _, fix = message.partition("; ")
     sentence = fix[:1].upper() + fix[1:] if fix else "Correct it, see docs/nemo-rl.md"
-    return Problem(key, f"{cause[:1].upper()}{cause[1:]}.", f"{sentence}.")
+    return Problem(key, "error", f"{cause[:1].upper()}{cause[1:]}.", f"{sentence}.")
 
 
 def _check_stack(config: GenerationConfig) -> Iterator[Problem]:
@@ -240,12 +229,12 @@ def _check_stack(config: GenerationConfig) -> Iterator[Problem]:
         name = fields["models"][0]["name"]
         make_spec(fields)
     except RollwayError as error:
-        yield Problem(f"{WHERE}.stack", error.message, error.hint)
+        yield Problem(f"{WHERE}.stack", "error", error.message, error.hint)
         return
     if name != config.model_name:
         cause = f"The stack serves {name!r}, and the trainer's model is {config.model_name!r}."
         fix = "Remove the name; the names must be equal to the byte."
-        yield Problem(f"{WHERE}.stack.models.0.name", cause, fix)
+        yield Problem(f"{WHERE}.stack.models.0.name", "error", cause, fix)
     yield from _check_shards(config)
 
 
@@ -259,7 +248,7 @@ def _check_shards(config: GenerationConfig) -> Iterator[Problem]:
     if isinstance(heads, int) and heads % tensor:
         cause = f"{heads} attention heads cannot be divided by {tensor} ranks (q_proj.weight)."
         fix = f"Use a divisor of {heads}."
-        yield Problem(f"{_GENERATION}.vllm_cfg.tensor_parallel_size", cause, fix)
+        yield Problem(f"{_GENERATION}.vllm_cfg.tensor_parallel_size", "error", cause, fix)
 
 
 def _check_reach(recipe: Mapping[str, Any]) -> Iterator[Problem]:
@@ -273,11 +262,11 @@ def _check_reach(recipe: Mapping[str, Any]) -> Iterator[Problem]:
     method = sync.get("method")
     if method in _SAME_MACHINE:
         cause = f"`{method}` is {_SAME_MACHINE[method]} of one machine; the engines are {where}."
-        yield Problem(f"{_SYNC}.method", cause, "Use nixl, collective, or files.")
+        yield Problem(f"{_SYNC}.method", "error", cause, "Use nixl, collective, or files.")
     if method in ("files", "delta") and not sync.get("directory"):
         cause = f"`{method}` without a directory writes to this machine; the engines are {where}."
         fix = "Name a directory that the trainer and all engines see."
-        yield Problem(f"{_SYNC}.directory", cause, fix)
+        yield Problem(f"{_SYNC}.directory", "error", cause, fix)
 
 
 def _check_sync(recipe: Mapping[str, Any]) -> Iterator[Problem]:
@@ -287,14 +276,16 @@ def _check_sync(recipe: Mapping[str, Any]) -> Iterator[Problem]:
         return
     if own not in (None, sync):
         cause = f"It differs from {WHERE}.weight_sync."
-        yield Problem(_SYNC, cause, "Keep one of them.")
+        yield Problem(_SYNC, "error", cause, "Keep one of them.")
     try:
         WeightSync.model_validate(sync)
     except ValidationError as error:
         for detail in error.errors():
             key = ".".join([_SYNC, *map(str, detail["loc"])])
             shown = f" (got {detail['input']!r:.60})" if detail["loc"] else ""
-            yield Problem(key, f"{detail['msg']}{shown}.", "docs/nemo-rl.md lists the values.")
+            yield Problem(
+                key, "error", f"{detail['msg']}{shown}.", "docs/nemo-rl.md lists the values."
+            )
 
 
 def _check_ranks(recipe: Mapping[str, Any]) -> Iterator[Problem]:
@@ -319,7 +310,7 @@ def _check_ranks(recipe: Mapping[str, Any]) -> Iterator[Problem]:
     if fault:
         cause = f"Ranks of the trainer and of engines with {engine} are not alike: {fault}."
         fix = "Set it to false if the network connects all cards, or make the sizes equal."
-        yield Problem(f"{_SYNC}.mx_config.same_rank_only", cause, fix)
+        yield Problem(f"{_SYNC}.mx_config.same_rank_only", "error", cause, fix)
 
 
 def _check_trainer(recipe: Mapping[str, Any]) -> Iterator[Problem]:
@@ -331,15 +322,17 @@ def _check_trainer(recipe: Mapping[str, Any]) -> Iterator[Problem]:
         key = "grpo.async_grpo.in_flight_weight_updates"
         if mode == "pause-all":
             cause = f"{WHERE}.refit_mode is pause-all, which waits for running rollouts."
-            yield Problem(key, cause, "Set refit_mode to in-flight, or remove it.")
+            yield Problem(key, "error", cause, "Set refit_mode to in-flight, or remove it.")
         if not async_grpo.get("enabled"):
             cause = "A synchronous trainer has no rollouts in flight when it updates weights."
-            yield Problem(key, cause, "Set it to false, or async_grpo.enabled to true.")
+            yield Problem(key, "error", cause, "Set it to false, or async_grpo.enabled to true.")
     if async_grpo.get("enabled"):
         loss = _get(recipe, "loss_fn")
         if not loss.get("use_importance_sampling_correction"):
             cause = "NeMo-RL's asynchronous trainer refuses to run without it."
-            yield Problem("loss_fn.use_importance_sampling_correction", cause, "Set it to true.")
+            yield Problem(
+                "loss_fn.use_importance_sampling_correction", "error", cause, "Set it to true."
+            )
     yield from _check_gym(recipe, generation)
 
 
@@ -352,9 +345,9 @@ def _check_extras(
     if cache.startswith("fp8") and not is_async and not is_megatron:
         cause = "The synchronous trainer calibrates an FP8 KV cache, and DTensor workers cannot."
         fix = "Set auto here, or train with policy.megatron_cfg.enabled."
-        yield Problem(f"{_GENERATION}.vllm_cfg.kv_cache_dtype", cause, fix)
+        yield Problem(f"{_GENERATION}.vllm_cfg.kv_cache_dtype", "error", cause, fix)
     if _get(recipe, "policy", "router_replay").get("enabled"):
-        yield Problem("policy.router_replay.enabled", *NO_REPLAY)
+        yield Problem("policy.router_replay.enabled", "error", *NO_REPLAY)
     dynamo = _get(generation, "dynamo_cfg")
     options = {**_get(generation, "vllm_kwargs"), **_list_engine_args(dynamo)}
     speculative = options.get("speculative_config") or options.get("speculative-config")
@@ -363,7 +356,7 @@ def _check_extras(
             "The trainer sends weights of a draft model, and the engines of the stack have none."
         )
         fix = f"Give {_GENERATION}.vllm_kwargs.speculative_config, or set it to false."
-        yield Problem("policy.draft.enabled", cause, fix)
+        yield Problem("policy.draft.enabled", "error", cause, fix)
 
 
 def _list_engine_args(dynamo: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -377,7 +370,9 @@ def _check_gym(recipe: Mapping[str, Any], generation: Mapping[str, Any]) -> Iter
     gym = bool(_get(recipe, "env").get("should_use_nemo_gym"))
     if gym and not _get(generation, "vllm_cfg").get("expose_http_server"):
         cause = "NeMo-Gym sends its requests to an address, and none is served."
-        yield Problem(f"{_GENERATION}.vllm_cfg.expose_http_server", cause, "Set it to true.")
+        yield Problem(
+            f"{_GENERATION}.vllm_cfg.expose_http_server", "error", cause, "Set it to true."
+        )
     for name in ("temperature", "top_p", "top_k"):
         key, value = f"val_{name}", generation.get(f"val_{name}")
         if key not in generation or value == generation.get(name) or "${" in f"{value}":
@@ -385,7 +380,7 @@ def _check_gym(recipe: Mapping[str, Any], generation: Mapping[str, Any]) -> Iter
         if not gym or name == "top_k":
             rest = "for NeMo-Gym only" if name != "top_k" else "not at all"
             cause = f"Validation samples by its own {name} {rest}."
-            yield Problem(f"{_GENERATION}.{key}", cause, f"Set it to ${{.{name}}}.")
+            yield Problem(f"{_GENERATION}.{key}", "error", cause, f"Set it to ${{.{name}}}.")
 
 
 def _check_cluster(recipe: Mapping[str, Any]) -> Iterator[Problem]:
@@ -394,10 +389,10 @@ def _check_cluster(recipe: Mapping[str, Any]) -> Iterator[Problem]:
     named = {key: resources.get(key) for key in ("gpus_per_node", "num_nodes")}
     if cluster.get("segment_size") is not None and not any(named.values()):
         cause = "NeMo-RL then counts nodes for generation that this backend does not use."
-        yield Problem("cluster.segment_size", cause, "Set it to null.")
+        yield Problem("cluster.segment_size", "error", cause, "Set it to null.")
     if named["gpus_per_node"] and cluster.get("num_nodes") == 1:
         rest = int(cluster.get("gpus_per_node") or 0) - int(named["gpus_per_node"])
         if rest < 1:
             key = f"{_GENERATION}.colocated.resources.gpus_per_node"
             cause = f"It leaves {rest} of the cluster's GPUs for training."
-            yield Problem(key, cause, "Set it to null: all GPUs of the cluster train.")
+            yield Problem(key, "error", cause, "Set it to null: all GPUs of the cluster train.")

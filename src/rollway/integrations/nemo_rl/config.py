@@ -13,14 +13,14 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rollway.config import StackSpec
 from rollway.errors import SpecError, UsageError
-from rollway.plain import SpecPart, describe_error
+from rollway.spec import StackSpec
 from rollway.weights.layout import Role
+from rollway.yaml_input import SpecPart, describe_error
 
 WHERE = "policy.generation.dynamo_cfg"
 WAYS = ("stack", "frontend_url", "dgd_name")
@@ -247,7 +247,7 @@ def parse_generation(config: Mapping[str, Any]) -> GenerationConfig:
 def make_stack_fields(config: GenerationConfig) -> dict[str, Any]:
     """Return the fields of the stack that Rollway starts: the recipe's `stack`, completed by
     `vllm_cfg`, `vllm_kwargs`, `worker_args` and `frontend_args` where it says nothing itself."""
-    from rollway.plain import read_yaml_file
+    from rollway.yaml_input import read_yaml_file
 
     dynamo = config.dynamo_cfg
     given = dynamo.stack
@@ -401,8 +401,3 @@ def returns_experts(config: Mapping[str, Any]) -> bool:
     """Return whether answers carry the experts of each token; NeMo-RL has two places for that."""
     parts = (config.get("vllm_cfg") or {}, config.get("vllm_kwargs") or {})
     return any(part.get("enable_return_routed_experts") for part in parts)
-
-
-def list_methods() -> tuple[str, ...]:
-    """Return the names that `cluster.weight_sync.method` may have."""
-    return (*get_args(Method), "mx")

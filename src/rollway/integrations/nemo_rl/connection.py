@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 import rollway
 from rollway.api import Opening
-from rollway.async_stack import Stack
-from rollway.config import AdminTimeouts
 from rollway.errors import NoWorkers, Unreachable, UsageError
 from rollway.fleet.discovery import HealthListing, RlListing, Source
 from rollway.fleet.fleet import Fleet
@@ -33,6 +31,8 @@ from rollway.integrations.nemo_rl.config import (
     make_stack_fields,
 )
 from rollway.rollout.client import Rollouts
+from rollway.spec import AdminTimeouts
+from rollway.stack_handle import Stack
 from rollway.sync import Portal
 
 T = TypeVar("T")

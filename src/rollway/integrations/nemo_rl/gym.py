@@ -17,12 +17,7 @@ can read it, and nobody else: it is on no command line and in no log of ours.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import secrets
-import select
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,28 +27,25 @@ from typing import Any, get_args
 import msgspec
 
 import rollway
-from rollway.config import is_loopback
 from rollway.errors import (
     RollwayError,
-    SpecError,
     StartError,
     Unreachable,
     UsageError,
-    restore_error,
 )
 from rollway.fleet.discovery import RlListing, Source
-from rollway.gateway.access import Access
 from rollway.gateway.command import create_gateway, listen, tune_collector
 from rollway.gateway.connections import raise_file_limit
-from rollway.gateway.recorder import Recorder
 from rollway.gateway.server import Gateway
+from rollway.gateway.store import Store
 from rollway.gateway.template import Template
+from rollway.gateway.tokens import Access
 from rollway.integrations.nemo_rl.config import returns_experts
 from rollway.integrations.nemo_rl.connection import Address
 from rollway.publishing import find_addresses
+from rollway.spec import is_loopback
+from rollway.stack.launch import Child, Parent
 
-PARENT_SECONDS = 1.0
-"""How often the child looks whether the driver lives: a fork of it keeps the pipe open."""
 STOP_SECONDS = 15.0
 START_SECONDS = 900.0
 REQUEST_SECONDS = 3600.0
@@ -107,7 +99,7 @@ _LISTINGS = {kind.__name__: kind for kind in get_args(Source)}
 def encode_job(job: Job) -> bytes:
     """Return a job as one line of JSON."""
     fields = {**msgspec.to_builtins(job), "listing": type(job.address.listing).__name__}
-    return msgspec.json.encode(fields) + b"\n"
+    return msgspec.json.encode(fields)
 
 
 def decode_job(line: bytes) -> Job:
@@ -134,14 +126,9 @@ class GymServer:
         """Start the gateway and return when it serves. `cfg` is `policy.generation`,
         `tokenizer_config` is `policy.tokenizer`."""
         job = make_job(address, cfg, tokenizer_config)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _make_program()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the driver's
-        )
+        self._child = Child(__name__, encode_job(job))
         try:
-            port = self._wait_until_ready(job, cfg)
+            port = self._wait_until_ready(cfg)
         except BaseException:
             self.close()
             raise
@@ -151,35 +138,23 @@ class GymServer:
 
     def close(self) -> None:
         """End the gateway; requests in flight get a few seconds. A second call does nothing."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        self._child.stop(STOP_SECONDS)
 
-    def _wait_until_ready(self, job: Job, cfg: Mapping[str, Any]) -> int:
-        """Send the job and return the port; raise the error that the child reports."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: there is no report
-            self._process.stdin.write(encode_job(job))
-            self._process.stdin.flush()
+    def _wait_until_ready(self, cfg: Mapping[str, Any]) -> int:
+        """Return the port; raise the error that the child reports."""
         seconds = (cfg.get("dynamo_cfg") or {}).get("startup_timeout_s") or START_SECONDS
-        if not select.select([self._process.stdout], [], [], seconds)[0]:
-            raise StartError(f"The gateway for NeMo-Gym did not start within {seconds:g} s.")
-        line = self._process.stdout.readline()
-        if not line:
+        try:
+            report = self._child.read_report(seconds)
+        except TimeoutError:
+            raise StartError(
+                f"The gateway for NeMo-Gym did not start within {seconds:g} s."
+            ) from None
+        if report is None:
             raise StartError(
                 "The gateway for NeMo-Gym ended before it served "
-                f"(status {self._process.wait(STOP_SECONDS)}).",
+                f"(status {self._child.process.wait(STOP_SECONDS)}).",
                 "Its error is above, in the output of this process.",
             )
-        report = json.loads(line)
-        if "error" in report:
-            raise restore_error(report)
         return int(report["port"])
 
 
@@ -281,19 +256,16 @@ class GymGateway(Gateway):
 
 def main() -> int:
     """Serve the job that arrives at stdin until the driver lets go."""
-    reports = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nobody reads what libraries print
-    job = decode_job(sys.stdin.buffer.readline())
+    parent = Parent()
     try:
-        asyncio.run(_serve(job, reports.fileno()))
+        asyncio.run(_serve(decode_job(parent.job), parent))
     except RollwayError as error:
-        kind = {"error": SpecError.__name__} if isinstance(error, UsageError) else {}
-        _send(reports.fileno(), {**error.as_json(), **kind})
+        parent.report_error(error)
         return 1
     return 0
 
 
-async def _serve(job: Job, reports: int) -> None:
+async def _serve(job: Job, parent: Parent) -> None:
     if warning := raise_file_limit():
         print(warning, file=sys.stderr)
     template = Template(
@@ -314,7 +286,7 @@ async def _serve(job: Job, reports: int) -> None:
         gateway = await create_gateway(
             stack,
             template,
-            Recorder(None),  # Gym keeps the tokens itself
+            Store(None),  # Gym keeps the tokens itself
             job.address.model,
             kind=GymGateway,
             seconds=job.seconds,
@@ -331,37 +303,9 @@ async def _serve(job: Job, reports: int) -> None:
         tune_collector()
         listener = await listen(gateway, job.host, 0)
         try:
-            _send(reports, {"port": listener.port})
-            await _wait_for_driver()
+            loop, is_let_go = asyncio.get_running_loop(), asyncio.Event()
+            parent.watch(lambda _: loop.call_soon_threadsafe(is_let_go.set))
+            parent.report({"port": listener.port})
+            await is_let_go.wait()
         finally:
             await listener.close()
-
-
-async def _wait_for_driver() -> None:
-    """Return when the driver has closed the pipe, or has died."""
-    loop, parent, closed = asyncio.get_running_loop(), os.getppid(), asyncio.Event()
-
-    def read() -> None:
-        if not os.read(0, 1024):
-            loop.remove_reader(0)
-            closed.set()
-
-    loop.add_reader(0, read)
-    while os.getppid() == parent and not closed.is_set():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PARENT_SECONDS):
-                await closed.wait()
-
-
-def _send(reports: int, report: Mapping[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the driver has died: the lifeline tells
-        os.write(reports, (json.dumps(report) + "\n").encode())
-
-
-def _make_program() -> str:
-    # The child must import this very package; PYTHONPATH would reach its children as well.
-    source = str(Path(__file__).parents[3])
-    return (
-        f"import sys; sys.path.insert(0, {source!r}); "
-        "from rollway.integrations.nemo_rl.gym import main; sys.exit(main())"
-    )

@@ -24,7 +24,7 @@ from rollway.fleet.discovery import Worker
 from rollway.http import Http
 from rollway.integrations.nemo_rl.connection import Connection
 from rollway.observe.metrics import TRAINER_NAMES, find_metric
-from rollway.observe.pages import sum_series
+from rollway.observe.metrics_reader import sum_series
 from rollway.observe.sample import read_page
 
 log = logging.getLogger(__name__)

@@ -206,7 +206,7 @@ def share_package() -> None:
     NeMo-RL passes its environment variables on to every actor. A directory that has this package
     and nothing else goes on PYTHONPATH: site-packages would bring packages of another Python."""
     import rollway
-    from rollway.private import make_directory
+    from rollway.private_files import make_directory
     from rollway.stack.state import make_home
 
     package = Path(rollway.__file__).resolve().parent

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from rollway.errors import RollwayError, UsageError
+from rollway.errors import Problem, RollwayError, UsageError
 from rollway.http import ONCE, Http
 
 _JUNE = ("backend", "rl_base_url", "elastic", "dp_rank_count", "router_url", "timeout")
@@ -30,15 +29,6 @@ _PROBE_SECONDS = 5.0
 _START_FIX = "Start `rollway prime-rl serve`, and use the addresses that it prints."
 Plane = Literal["rollouts", "admin"]
 _CALLS = {"rollouts": "rollouts", "admin": "admin calls"}
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that will not work."""
-
-    key: str
-    cause: str
-    fix: str
 
 
 def read_toml(file: Path) -> dict[str, Any]:
@@ -61,6 +51,7 @@ def find_problems(config: Mapping[str, Any]) -> list[Problem]:
         problems.append(
             Problem(
                 "inference",
+                "error",
                 "prime-rl's launcher would start an inference server of its own.",
                 "Remove the block; the addresses in the client say where to sample. Or keep it, "
                 "and put Rollway's own on PATH: `rollway prime-rl install-shim DIR`.",
@@ -93,18 +84,18 @@ async def find_remote_problems(config: Mapping[str, Any]) -> list[Problem]:
                 )
                 listing = await ask(f"{base}/v1/models")
             except RollwayError as error:
-                problems.append(Problem(key, error.message, _find_fix(error, client)))
+                problems.append(Problem(key, "error", error.message, _find_fix(error, client)))
                 continue
             if "vllm:" not in page:
                 cause = f"{base}/metrics has no vllm:* series, so one episode stays in flight."
                 fix = "Use the server's address, not a frontend's, and workers of vLLM."
-                problems.append(Problem(key, cause, fix))
+                problems.append(Problem(key, "error", cause, fix))
             problems += _check_model(config, client, [m["id"] for m in listing["data"]])
         for url in rollouts if admin else []:
             try:
                 health = await ask(f"{url.rstrip('/').removesuffix('/v1')}/health")
             except RollwayError as error:
-                problems.append(Problem(f"{name}.base_url", error.message, _START_FIX))
+                problems.append(Problem(f"{name}.base_url", "error", error.message, _START_FIX))
             else:
                 problems += check_answers(health, url, f"{name}.base_url", "rollouts")
     return [*problems, *_check_tokenizers(config)]
@@ -132,7 +123,7 @@ def check_answers(health: Any, url: str, key: str, wanted: Plane) -> Iterator[Pr
     answers = health.get("answers", "both") if isinstance(health, dict) else "both"
     if answers not in ("both", wanted):
         cause = f"{url} answers {_CALLS[answers]} alone, and {_CALLS[wanted]} with 404."
-        yield Problem(key, cause, f"Use the server's address for {_CALLS[wanted]}.")
+        yield Problem(key, "error", cause, f"Use the server's address for {_CALLS[wanted]}.")
 
 
 def _check_model(
@@ -145,7 +136,7 @@ def _check_model(
         if isinstance(name, str) and name not in served and not client.get("skip_model_check"):
             cause = f"The server has no model `{name}`, only {', '.join(served)}."
             fix = "Use that name: `rollway prime-rl config` prints it."
-            yield Problem(".".join((*path, "name")), cause, fix)
+            yield Problem(".".join((*path, "name")), "error", cause, fix)
 
 
 def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -164,7 +155,7 @@ def _check_tokenizers(config: Mapping[str, Any]) -> Iterator[Problem]:
             except (OSError, ValueError) as error:
                 cause = f"prime-rl loads a tokenizer by this name: {str(error).splitlines()[0]}"
                 fix = "Use the checkpoint's path, as `rollway prime-rl config` prints it."
-                yield Problem(".".join((*path, "name")), cause, fix)
+                yield Problem(".".join((*path, "name")), "error", cause, fix)
 
 
 def make_toml(model: str, url: str, admin_url: str) -> str:
@@ -187,23 +178,26 @@ def _check_client(client: Mapping[str, Any], name: str) -> Iterator[Problem]:
     if not client:
         yield Problem(
             "orchestrator.model.client",
+            "error",
             "There is no client table, so prime-rl samples at http://localhost:8000/v1.",
             "Add base_url and admin_base_url; `rollway prime-rl config` prints them.",
         )
         return
     for key in (key for key in _JUNE if key in client):
         cause = f"`{key}` is a key of pull requests of June 2026 that were never merged."
-        yield Problem(f"{name}.{key}", cause, "Remove it: the server follows the fleet.")
+        yield Problem(f"{name}.{key}", "error", cause, "Remove it: the server follows the fleet.")
     if isinstance(client.get("base_url"), list):
         cause = "base_url is a list, which prime-rl has not accepted since June 2026."
-        yield Problem(f"{name}.base_url", cause, "Write one text.")
+        yield Problem(f"{name}.base_url", "error", cause, "Write one text.")
     for url in _list_urls(client.get("admin_base_url")):
         if urlsplit(url).path.rstrip("/") not in ("", "/v1"):
             cause = f"{url} is not a server's address, but a path of a frontend."
-            yield Problem(f"{name}.admin_base_url", cause, "Use http://HOST:PORT/v1 of the server.")
+            yield Problem(
+                f"{name}.admin_base_url", "error", cause, "Use http://HOST:PORT/v1 of the server."
+            )
     if "admin_base_url" in client and len(_list_urls(client["admin_base_url"])) > 1:
         cause = "One address pauses, updates and resumes the whole fleet."
-        yield Problem(f"{name}.admin_base_url", cause, "Name the server once.")
+        yield Problem(f"{name}.admin_base_url", "error", cause, "Name the server once.")
 
 
 def _check_broadcast(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -215,24 +209,28 @@ def _check_broadcast(config: Mapping[str, Any]) -> Iterator[Problem]:
         kind = broadcast.get("type", "filesystem")
         if kind == "nccl" and _has_lora(config):
             cause = "prime-rl itself refuses NCCL with LoRA."
-            yield Problem("weight_broadcast.type", cause, 'Use "filesystem".')
+            yield Problem("weight_broadcast.type", "error", cause, 'Use "filesystem".')
         if kind == "nccl" and "inference_world_size" not in broadcast:
             cause = "Without an [inference] block, prime-rl forms a group of one rank."
             fix = "Set it to the number of ranks of all workers, and start the trainer by itself."
-            yield Problem("weight_broadcast.inference_world_size", cause, fix)
+            yield Problem("weight_broadcast.inference_world_size", "error", cause, fix)
         if kind in ("nixl", "mx_refit"):
             cause = f'Only prime-rl\'s own workers read what its "{kind}" trainer lists.'
-            yield Problem("weight_broadcast.type", cause, 'Use "filesystem" or "nccl".')
+            yield Problem("weight_broadcast.type", "error", cause, 'Use "filesystem" or "nccl".')
         if broadcast.get("quantize_in_weight_transfer"):
             cause = "The engine makes its own scales; weights would be quantised twice."
-            yield Problem("weight_broadcast.quantize_in_weight_transfer", cause, "Use false.")
+            yield Problem(
+                "weight_broadcast.quantize_in_weight_transfer", "error", cause, "Use false."
+            )
         if kind in ("nixl", "mx_refit") and broadcast.get("port", _SHARED_PORT) == _SHARED_PORT:
             cause = f"ModelExpress and Dynamo's worker listing both use port {_SHARED_PORT}."
-            yield Problem("weight_broadcast.port", cause, "Choose another port for one of them.")
+            yield Problem(
+                "weight_broadcast.port", "error", cause, "Choose another port for one of them."
+            )
         keep, steps = broadcast.get("keep_recent"), _find_off_policy_steps(config)
         if isinstance(keep, int) and keep < steps:
             cause = f"Rollouts may be {steps} steps old, and need a directory that is deleted."
-            yield Problem("weight_broadcast.keep_recent", cause, f"Keep at least {steps}.")
+            yield Problem("weight_broadcast.keep_recent", "error", cause, f"Keep at least {steps}.")
 
 
 def _has_orchestrator(config: Mapping[str, Any]) -> bool:

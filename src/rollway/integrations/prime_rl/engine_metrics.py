@@ -17,12 +17,12 @@ from rollway.errors import RollwayError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
+from rollway.observe.metrics_reader import read_series
 from rollway.observe.sample import read_page
 
 SCRAPE_SECONDS = 2.0
 """The limit for one worker: prime-rl gives the whole page 5 s."""
 SHARED_SECONDS = 1.0
-_SERIES = re.compile(r"(vllm:[A-Za-z0-9_:]+)(?:\{(.*)\})? (.+)")
 _ENGINE = re.compile(r'(?:^|,)engine="([^"]*)"')
 _SUFFIX = re.compile(r"_(total|created|bucket|sum|count)$")
 
@@ -73,25 +73,22 @@ def join_pages(pages: Mapping[str, str]) -> str:
     """Join the `vllm:*` series of several pages, with the label `engine` set to the page's name.
 
     A worker with several engines has names such as `0-1`."""
-    help_lines: dict[str, dict[str, str]] = {}
+    types: dict[str, str] = {}
     samples: dict[str, list[str]] = {}
     for name, page in pages.items():
         lines = page.splitlines()
-        engines = {_find_engine(line) for line in lines if line.startswith("vllm:")}
-        for line in lines:
-            words = line.split(" ", 3)
-            if words[0] == "#" and len(words) == 4 and words[2].startswith("vllm:"):
-                help_lines.setdefault(words[2], {})[words[1]] = line
-            elif match := _SERIES.fullmatch(line):
-                series, labels, value = match.groups()
-                engine = f"{name}-{_find_engine(line)}" if len(engines) > 1 else name
-                rest = _ENGINE.sub("", labels or "").strip(",")
-                text = f'{series}{{engine="{engine}"{"," if rest else ""}{rest}}} {value}'
-                samples.setdefault(_find_family(series, help_lines), []).append(text)
+        types |= {line.split()[2]: line for line in lines if line.startswith("# TYPE vllm:")}
+        series = list(read_series(page, ("vllm:",)))
+        engines = {_find_engine(labels) for _, labels, _ in series}
+        for metric, labels, value in series:
+            engine = f"{name}-{_find_engine(labels)}" if len(engines) > 1 else name
+            rest = _ENGINE.sub("", labels).strip(",")
+            text = f'{metric}{{engine="{engine}"{"," if rest else ""}{rest}}} {value!r}'
+            samples.setdefault(_find_family(metric, types), []).append(text)
     # All samples of a family stand together, as the format requires.
     out: list[str] = []
-    for family, lines in samples.items():
-        out += [*help_lines.get(family, {}).values(), *lines]
+    for family, texts in samples.items():
+        out += [types[family], *texts] if family in types else texts
     return "\n".join([*out, ""]) if out else ""
 
 
@@ -103,8 +100,8 @@ def format_gauges(gauges: Sequence[tuple[str, str, float]]) -> str:
     )
 
 
-def _find_engine(line: str) -> str:
-    match = _ENGINE.search(line.partition("{")[2])
+def _find_engine(labels: str) -> str:
+    match = _ENGINE.search(labels)
     return match[1] if match else ""
 
 

@@ -22,11 +22,9 @@ from rollway.errors import RolloutError, UsageError
 from rollway.gateway.messages import make_context_error
 from rollway.gateway.requests import read_ids
 from rollway.rollout.client import Rollouts
-from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.sender import Sender
-from rollway.rollout.teacher import flatten, read_prompt_logprobs
-from rollway.rollout.trajectory import Rollout, Trajectory
+from rollway.rollout.teacher import Teacher
+from rollway.rollout.trajectory import Rollout
 
 FLOOR = -9999.0
 """What vLLM and Dynamo write for a log-prob that is unknown or too small."""
@@ -95,49 +93,12 @@ class GenerateRequest:
         )
 
 
-class Scorer(Sender):
-    """Samples with the log-probs of the prompt, in one request of one weight version."""
-
-    async def ask(self, request: GenerateRequest, session: str) -> tuple[Rollout, list[Any]]:
-        """Return a rollout and the log-prob of each prompt token. What a refit cuts is sampled
-        again: the prompt's log-probs are those of one version."""
-        attempt = self._attempt(session)
-        async with self._slots, self._deadline():
-            while True:
-                ticket = await self._ticket(attempt.trouble)
-                body = self.wire.request(
-                    self.model,
-                    request.prompt,
-                    request.sampling,
-                    cache_salt=ticket.add_salt(request.salt),
-                    required_taint=ticket.taint,
-                    pin=attempt.pins.now,
-                    stamped=ticket.stamped,
-                )
-                # 0: no alternatives. prime-rl takes the first entry, so there must be one only.
-                body["prompt_logprobs"] = 0
-                body["nvext"]["extra_fields"] = [*body["nvext"]["extra_fields"], "prompt_logprobs"]
-                answer = await self._send(body, ticket, attempt)
-                if answer is None:
-                    continue
-                raw, _ = read_prompt_logprobs(answer)
-                assembly = self.wire.assembly(request.sampling, len(request.prompt))
-                assembly.add(answer)
-                completion = assembly.finish()
-                if _is_whole(completion) and await self._is_attributed(ticket, completion):
-                    trajectory = Trajectory(request.prompt, request.sampling, self.adapter)
-                    trajectory.add(completion, ticket.version)
-                    rollout = trajectory.rollout(completion.finish_reason, ticket.version)
-                    return rollout, flatten(raw, request.prompt)
-                await attempt.retry_elsewhere(ticket, completion)
-
-
 @dataclass(slots=True)
 class Generator:
     """Answers generate requests of one served model or adapter."""
 
     rollouts: Rollouts
-    scorer: Scorer
+    teacher: Teacher
     experts: int | None = None
     """The number of experts, if replies carry those of each token."""
 
@@ -146,7 +107,9 @@ class Generator:
         for _ in range(_ATTEMPTS):
             prompt_logprobs = None
             if request.wants_prompt_logprobs:
-                rollout, prompt_logprobs = await self.scorer.ask(request, session)
+                rollout, prompt_logprobs = await self.teacher.sample(
+                    request.prompt, request.sampling, session=session, salt=request.salt
+                )
             else:
                 (rollout,) = await self.rollouts.generate(
                     request.prompt, request.sampling, group=session, salt=request.salt
@@ -288,10 +251,6 @@ def _read_experts(request: GenerateRequest, rollout: Rollout, experts: int) -> d
     routed.check(len(rollout.prompt_ids) + len(rollout.token_ids), experts)
     # The dtype follows from the model, never from the sample: a trainer joins many of them.
     return routed.cast(experts).since(request.experts_start).as_json()
-
-
-def _is_whole(completion: Completion) -> bool:
-    return completion.finish_reason != "aborted" and not completion.is_mixed
 
 
 def _read_sampling(params: Mapping[str, Any], room: int, routed_experts: bool) -> Sampling:

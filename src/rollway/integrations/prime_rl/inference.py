@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import rollway
-from rollway.config import StackSpec
-from rollway.errors import UsageError
-from rollway.gateway.access import Access
+from rollway.errors import Problem, UsageError
 from rollway.gateway.command import GatewayOptions
-from rollway.integrations.prime_rl.check import Problem, read_toml
+from rollway.gateway.tokens import Access
+from rollway.integrations.prime_rl.check import read_toml
 from rollway.integrations.prime_rl.serve import API_KEY, ServeOptions, serve
+from rollway.spec import StackSpec
 from rollway.stack import preset
 
 TRANSPORTS = ("filesystem", "nccl")
@@ -108,8 +108,8 @@ def make_stack(config: InferenceConfig) -> dict[str, Any]:
     """Return the stack that the config describes; raise if it cannot be had."""
     if problems := find_problems(config):
         first = problems[0]
-        others = "".join(f" Also: {problem.key}." for problem in problems[1:])
-        raise UsageError(f"inference.{first.key}: {first.cause}", f"{first.fix}{others}")
+        others = "".join(f" Also: {problem.what}." for problem in problems[1:])
+        raise UsageError(f"inference.{first.what}: {first.cause}", f"{first.fix}{others}")
     vllm = config.vllm
     path = str(vllm.get("model") or "Qwen/Qwen3-0.6B")
     size, tensor_parallel = (
@@ -200,65 +200,73 @@ def _check_launch(config: InferenceConfig) -> Iterator[Problem]:
     raw = config.raw
     if raw.get("slurm") is not None:
         cause = "This starts a stack on this machine, and submits nothing."
-        yield Problem("slurm", cause, "Start it in the job, without this block.")
+        yield Problem("slurm", "error", cause, "Start it in the job, without this block.")
     kind = config.get_table("deployment").get("type", "single_node")
     if kind != "single_node":
         cause = f'"{kind}" spreads engines over nodes by Slurm.'
         fix = "Start the stack by `rollway up` (docs/ray.md), and give prime-rl its address."
-        yield Problem("deployment.type", cause, fix)
+        yield Problem("deployment.type", "error", cause, fix)
     router = config.get_table("router")
     if router.get("type", "vllm-router") != "vllm-router":
         cause = f'"{router["type"]}" is another router; Dynamo has its own.'
-        yield Problem("router.type", cause, 'Use "vllm-router", or router = "None".')
+        yield Problem("router.type", "error", cause, 'Use "vllm-router", or router = "None".')
     elif (policy := router.get("policy", "consistent_hash")) not in _ROUTER_MODES:
         cause = f'"{policy}" has no counterpart in Dynamo.'
-        yield Problem("router.policy", cause, f"Use one of {', '.join(_ROUTER_MODES)}.")
+        yield Problem("router.policy", "error", cause, f"Use one of {', '.join(_ROUTER_MODES)}.")
     seconds = config.get_table("server").get("liveness_timeout_seconds", _LIVENESS_SECONDS)
     if seconds != _LIVENESS_SECONDS:
         cause = f"/liveness answers within {_LIVENESS_SECONDS:g} s."
-        yield Problem("server.liveness_timeout_seconds", cause, "Leave the default.")
+        yield Problem("server.liveness_timeout_seconds", "error", cause, "Leave the default.")
     if config.get_table("log").get("json_logging"):
         cause = "Dynamo's processes write their own lines."
-        yield Problem("log.json_logging", cause, "Use false.")
+        yield Problem("log.json_logging", "error", cause, "Use false.")
 
 
 def _check_features(config: InferenceConfig) -> Iterator[Problem]:
     if config.broadcast not in TRANSPORTS:
         cause = f'"{config.broadcast}" of prime-rl\'s own trainer is not available.'
-        yield Problem("weight_broadcast.type", cause, f"Use one of {', '.join(TRANSPORTS)}.")
+        yield Problem(
+            "weight_broadcast.type", "error", cause, f"Use one of {', '.join(TRANSPORTS)}."
+        )
     if config.raw.get("kv_cache_offload") is not None:
         cause = "A refit does not reach KV blocks outside the engine, and old ones would be read."
-        yield Problem("kv_cache_offload", cause, "Remove it.")
+        yield Problem("kv_cache_offload", "error", cause, "Remove it.")
     if config.raw.get("use_pd_kv_transfer"):
         cause = "prefill and decode workers are part of a stack, not of an engine."
-        yield Problem("use_pd_kv_transfer", cause, "Use `serving: disaggregated` (docs/stack.md).")
+        yield Problem(
+            "use_pd_kv_transfer", "error", cause, "Use `serving: disaggregated` (docs/stack.md)."
+        )
     name = str(config.vllm.get("model", "")).lower()
     if config.raw.get("enable_fp32_router_logits") and any(
         part in name for part in _FP32_ROUTER_MODELS
     ):
         cause = "prime-rl patches its own vLLM for it, and these workers run plain vLLM."
-        yield Problem("enable_fp32_router_logits", cause, "Use false, and the same in the trainer.")
+        yield Problem(
+            "enable_fp32_router_logits", "error", cause, "Use false, and the same in the trainer."
+        )
 
 
 def _check_engine(config: InferenceConfig) -> Iterator[Problem]:
     vllm = config.vllm
     if vllm.get("chat_template"):
         cause = "Evals use the template of the model's tokenizer."
-        yield Problem("vllm.chat_template", cause, "Put it into the checkpoint's directory.")
+        yield Problem(
+            "vllm.chat_template", "error", cause, "Put it into the checkpoint's directory."
+        )
     if vllm.get("rope_scaling"):
         cause = "vLLM takes it from the model's config."
         fix = "Use vllm.hf_overrides with rope_parameters."
-        yield Problem("vllm.rope_scaling", cause, fix)
+        yield Problem("vllm.rope_scaling", "error", cause, fix)
     local, size = vllm.get("data_parallel_size_local"), vllm.get("data_parallel_size", 1)
     if local not in (None, size):
         cause = f"{local} of {size} engines would run here, and nobody starts the others."
-        yield Problem("vllm.data_parallel_size_local", cause, "Give both the same value.")
+        yield Problem("vllm.data_parallel_size_local", "error", cause, "Give both the same value.")
     for name in ("tool_call_parser", "reasoning_parser"):
         parser = vllm.get(name)
         if parser and parser not in _list_parsers(name):
             cause = f'Dynamo has no parser "{parser}". It matters for evals by chat alone.'
             fix = f'Use "None", or one of {", ".join(_list_parsers(name))}.'
-            yield Problem(f"vllm.{name}", cause, fix)
+            yield Problem(f"vllm.{name}", "error", cause, fix)
     others = {name for name, value in vllm.items() if value is not None}
     others -= {*_OWN, *_DEFAULTS, *_LORA, "chat_template", "rope_scaling"}
     typed = {"max_model_len", "enable_prefix_caching", "quantization"}
@@ -266,7 +274,7 @@ def _check_engine(config: InferenceConfig) -> Iterator[Problem]:
         known = _list_engine_options()
         for name in (name for name in unknown if name not in known):
             cause = "This is no option of vLLM's engine; its HTTP server's have no effect here."
-            yield Problem(f"vllm.{name}", cause, "Remove it.")
+            yield Problem(f"vllm.{name}", "error", cause, "Remove it.")
 
 
 def _list_parsers(kind: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from rollway import private
+from rollway import private_files
 from rollway.errors import RollwayError, UsageError
 from rollway.model_spec import slug
 from rollway.stack.locks import NamedLock, describe
@@ -89,7 +89,7 @@ class Memory:
         if file is None:
             return
         with contextlib.suppress(OSError, msgspec.MsgspecError, ValueError):
-            record = msgspec.json.decode(private.read_file(file, _LARGEST), type=Record)
+            record = msgspec.json.decode(private_files.read_file(file, _LARGEST), type=Record)
             if record.run == run:
                 self.record = record
 
@@ -104,8 +104,8 @@ class Memory:
         if self._file is None:
             return
         try:
-            private.make_directory(self._file.parent)
-            private.replace_file(self._file, msgspec.json.encode(self.record))
+            private_files.make_directory(self._file.parent)
+            private_files.replace_file(self._file, msgspec.json.encode(self.record))
         except OSError as error:
             raise RollwayError(
                 f"The server's state cannot be written to {self._file}: {error}.",

@@ -3,7 +3,7 @@
     rollouts   POST /inference/v1/generate   POST /v1/chat/completions   POST /finish_session
     admin      POST /pause /update_weights /resume /init_broadcaster
                POST /load_lora_adapter /unload_lora_adapter
-               GET /v1/rl/workers   POST /collective_rpc /engine/*   (`virtual_worker`)
+               GET /v1/rl/workers   POST /collective_rpc   (`virtual_worker`)
     both       GET /health /liveness /v1/models /metrics
                POST, GET /v1/rollway/trainer_logprobs
 
@@ -29,16 +29,14 @@ from aiohttp import web
 from rollway.aio import Stack
 from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.fleet.discovery import Worker
-from rollway.gateway.access import OPERATOR_TOKENS, check_name
-from rollway.gateway.extension import BODY, CALLER
 from rollway.gateway.replies import Refused, json_response
 from rollway.gateway.requests import parse
-from rollway.gateway.server import Gateway
+from rollway.gateway.server import BODY, CALLER, Gateway
+from rollway.gateway.tokens import OPERATOR_TOKENS, check_name
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics, format_gauges
 from rollway.integrations.prime_rl.generate import (
     GenerateRequest,
     Generator,
-    Scorer,
     has_token_data,
     make_chat_reply,
     read_token_chat,
@@ -49,6 +47,7 @@ from rollway.integrations.prime_rl.trainer_logprobs import MismatchRecord
 from rollway.integrations.prime_rl.updates import WeightUpdates
 from rollway.integrations.prime_rl.virtual_worker import VirtualWorker
 from rollway.rollout.client import Rollouts
+from rollway.rollout.teacher import Teacher
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,6 @@ class PrimeRl:
                 router.add_post(path, self._for_operators(handler))
             router.add_get("/v1/rl/workers", self.list_workers)
             router.add_post("/collective_rpc", self._for_operators(self.call_method))
-            router.add_post("/engine/{route:.+}", self._for_operators(self.call_route))
 
     async def admit(self, request: web.Request) -> None:
         """Let requests for new tokens wait at the gate."""
@@ -194,7 +192,7 @@ class PrimeRl:
             options: dict[str, Any] = {"adapter": adapter, "concurrency": _UNBOUNDED}
             self._generators[served] = Generator(
                 self.stack.sender(Rollouts, self.model, **options),
-                self.stack.sender(Scorer, self.model, **options),
+                self.stack.sender(Teacher, self.model, **options),
                 self.experts,
             )
             if len(self._generators) > 16:  # versions of adapters that nobody asks for any more
@@ -303,7 +301,7 @@ class PrimeRl:
         await self.adapters.unload(name)
         return json_response({"status": "ok"})
 
-    # --- for generations that discover workers ---------------------------------------------------
+    # --- for `client.dynamo`, which discovers workers --------------------------------------------
 
     async def list_workers(self, request: web.Request) -> web.Response:
         error = "" if await self._list_answering() else "no worker answers yet"
@@ -311,10 +309,6 @@ class PrimeRl:
 
     async def call_method(self, request: web.Request) -> web.Response:
         return json_response(await self._make_worker().call_method(_read_object(request)))
-
-    async def call_route(self, request: web.Request) -> web.Response:
-        name = request.match_info["route"]
-        return json_response(await self._make_worker().call_route(name, _read_object(request)))
 
     def _for_operators(self, handler: Handler) -> Handler:
         """Return the handler for callers who may change workers. prime-rl drops the reason of a
@@ -347,7 +341,7 @@ class PrimeRl:
         self.updates.memory.note_refusal(text)
 
     def _make_worker(self) -> VirtualWorker:
-        return VirtualWorker(self.name, self.updates, self.adapters)
+        return VirtualWorker(self.name, self.updates)
 
 
 def _find_origin(request: web.Request) -> str:

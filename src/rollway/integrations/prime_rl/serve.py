@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from rollway import private
+from rollway import private_files
 from rollway.aio import Stack
 from rollway.errors import UsageError
-from rollway.gateway.access import Access
 from rollway.gateway.command import (
     GatewayOptions,
-    Place,
+    ListeningGateway,
     find_model_path,
     open_gateway,
     serve_until_signal,
 )
 from rollway.gateway.connections import Connections
 from rollway.gateway.server import Gateway
+from rollway.gateway.tokens import Access
 from rollway.http import Http
 from rollway.integrations.prime_rl.directories import BroadcastRules, Marker
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics
@@ -65,13 +65,13 @@ async def serve(options: ServeOptions, access: Access, tls: ssl.SSLContext | Non
         extend(stack, plain, options) as gateway,
     ):
         if options.admin_port is None:
-            place = Place(gateway, where.host, where.port)
+            place = ListeningGateway(gateway, where.host, where.port)
             await serve_until_signal(place, tls=tls, as_json=where.json)
             return
         rollouts, admin = split_planes(gateway)
         await serve_until_signal(
-            Place(rollouts, where.host, where.port),
-            Place(admin, options.admin_host, options.admin_port),
+            ListeningGateway(rollouts, where.host, where.port),
+            ListeningGateway(admin, options.admin_host, options.admin_port),
             tls=tls,
             as_json=where.json,
         )
@@ -149,10 +149,10 @@ def read_token() -> bytes:
     """Return the token of this user's servers; the first one makes it."""
     file = find_token_file()
     try:
-        private.make_directory(file.parent)
+        private_files.make_directory(file.parent)
         if not file.exists():
-            private.replace_file(file, secrets.token_hex(32).encode())
-        if not (token := private.read_file(file, 1 << 10).strip()):
+            private_files.replace_file(file, secrets.token_hex(32).encode())
+        if not (token := private_files.read_file(file, 1 << 10).strip()):
             raise ValueError("it is empty")  # an empty token would admit everybody
         return token
     except (OSError, ValueError) as error:

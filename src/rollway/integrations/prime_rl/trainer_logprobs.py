@@ -20,13 +20,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from rollway.errors import UsageError
-from rollway.rollout.mismatch import Mismatch, mismatch
 
 REMEMBERED_BYTES = 64 * 2**20
 """The log-probs of replies, 8 bytes each: the last eight million tokens."""
@@ -34,6 +33,7 @@ MAX_SAMPLES = 65_536
 MAX_VALUES = 2_000_000
 MAX_ENVS = 256
 _MAX_NAME = 100
+_LARGEST_RATIO = 50.0
 _ROUNDING = 1e-3  # a log-prob of a certain token may come out slightly above 0
 
 
@@ -55,12 +55,21 @@ class TrainerLogprobs(msgspec.Struct, forbid_unknown_fields=True):
     step: int | None = None
 
 
+class K3(NamedTuple):
+    """exp(d) - d - 1 of some tokens: its mean, deviation and maximum."""
+
+    tokens: int
+    mean: float
+    std: float
+    largest: float
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A body that was checked: the figures of each environment's tokens."""
 
     step: int | None
-    parts: dict[str, Mismatch]
+    parts: dict[str, K3]
     entropy: float
     entropy_tokens: int
 
@@ -74,15 +83,15 @@ class Moments:
     largest: float = 0.0
     _squares: float = 0.0
 
-    def add(self, part: Mismatch) -> None:
+    def add(self, part: K3) -> None:
         """Add the k3 of some tokens."""
         total = self.count + part.tokens
-        delta = part.k3 - self.mean
+        delta = part.mean - self.mean
         # Sums of squares about the mean of each part: plain sums would lose small deviations.
-        self._squares += part.k3_std**2 * part.tokens
+        self._squares += part.std**2 * part.tokens
         self._squares += delta**2 * self.count * part.tokens / total
         self.mean += delta * part.tokens / total
-        self.largest, self.count = max(self.largest, part.k3_max), total
+        self.largest, self.count = max(self.largest, part.largest), total
 
     @property
     def std(self) -> float:
@@ -121,7 +130,7 @@ class MismatchRecord:
         groups: dict[str, list[Sample]] = {}
         for index, sample in enumerate(body.samples):
             self._check(f"samples[{index}]", sample)
-            if sample.mask is None or any(sample.mask):
+            if len(sample.trainer_logprobs) if sample.mask is None else any(sample.mask):
                 groups.setdefault(sample.env, []).append(sample)
         if not groups:
             raise UsageError("No token is selected.", "Leave out batches without sampled tokens.")
@@ -237,10 +246,15 @@ def _select_entropy(sample: Sample) -> list[float]:
     return [value for value, is_kept in zip(sample.entropy or [], mask, strict=False) if is_kept]
 
 
-def _compare(samples: Sequence[Sample]) -> Mismatch:
-    masks = [sample.mask or [1] * len(sample.trainer_logprobs) for sample in samples]
-    trainer = [sample.trainer_logprobs for sample in samples]
-    return mismatch(trainer, [sample.inference_logprobs for sample in samples], masks)
+def _compare(samples: Sequence[Sample]) -> K3:
+    """Compare the tokens that are selected; all values are finite."""
+    selected = np.concatenate([s.mask or [1] * len(s.trainer_logprobs) for s in samples]) != 0
+    trainer = np.concatenate([sample.trainer_logprobs for sample in samples])[selected]
+    engine = np.concatenate([sample.inference_logprobs or [] for sample in samples])[selected]
+    # exp of more would overflow when squared; a token this far off is broken, and 1e21 shows it.
+    d = np.clip(trainer - engine, -_LARGEST_RATIO, _LARGEST_RATIO)
+    k3 = np.expm1(d) - d
+    return K3(len(d), float(np.mean(k3)), float(np.std(k3)), float(np.max(k3)))
 
 
 def _check_range(place: str, values: Sequence[float], lowest: float, highest: float) -> None:

@@ -175,10 +175,8 @@ class WeightUpdates:
                 'Set weight_broadcast.type = "filesystem" to train with LoRA.',
             )
 
-    async def update(self, name: str, step: int | None = None) -> int:
-        """Move all workers to the weights of a directory; return the version that they serve.
-
-        `step` is the trainer's, if its call names it besides the directory."""
+    async def update(self, name: str) -> int:
+        """Move all workers to the weights of a directory; return the version that they serve."""
         self._check_paused()
         directory = str(Path(name))
         running = self._running
@@ -190,7 +188,7 @@ class WeightUpdates:
             )
         stamp = self.rules.read_stamp(directory)
         if running is None or (running.is_done and not running.has_served(directory, stamp)):
-            running = _Running(directory, stamp, asyncio.create_task(self._update(directory, step)))
+            running = _Running(directory, stamp, asyncio.create_task(self._update(directory)))
             # A failure is reported to whoever asks; nobody may be left to ask.
             running.task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._running = running
@@ -228,18 +226,15 @@ class WeightUpdates:
                 409, "/update_weights came without /pause.", "Send /pause first, then this again."
             )
 
-    async def _update(self, name: str, step: int | None) -> int:
+    async def _update(self, name: str) -> int:
         try:
-            return await self._refit(name, step)
+            return await self._refit(name)
         except RollwayError:
             self.failures += 1
             raise
 
-    async def _refit(self, name: str, step: int | None) -> int:
-        named = read_step(Path(name))
-        if step is not None and named not in (None, step):
-            raise UsageError(f"{name} is of step {named}, and weight_version of step {step}.")
-        step = named if step is None else step
+    async def _refit(self, name: str) -> int:
+        step = read_step(Path(name))
         weights, identity = await self._find_weights(name)
         version = await self.fleet.choose_version(identity)
         if isinstance(weights, GroupUpdate) and version == self.memory.record.version:

@@ -23,14 +23,12 @@ from urllib.parse import urlsplit
 
 from rollway.aio import Stack
 from rollway.api import up_placed
-from rollway.config import StackSpec
 from rollway.errors import RolloutError, StackNotRunning, StartError, UsageError
 from rollway.integrations.verl import fallback, nodes
 from rollway.integrations.verl.generation import refuse_media
 from rollway.integrations.verl.nodes import open_proxy
 from rollway.integrations.verl.requests import Requests
 from rollway.integrations.verl.spec import (
-    Affinity,
     find_tied_names,
     get_model_path,
     make_stack_spec,
@@ -38,6 +36,7 @@ from rollway.integrations.verl.spec import (
     should_free_memory,
 )
 from rollway.integrations.verl.weights import PoolInfo, PoolWeights, UpdateReply, Versions
+from rollway.spec import StackSpec
 from rollway.stack.targets import list_groups, write_groups
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports.choose import Destination
@@ -214,10 +213,6 @@ class Pool:
             prompt_ids, sampling_params, request_id, group_id, trajectory_id
         )
         return TokenOutput(**output)
-
-    async def set_affinity(self, affinity: Affinity) -> None:
-        """Change what later requests have in common with their worker (`rollway bench verl`)."""
-        self.requests.affinity = affinity
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         ids = await self.requests.abort(rejects=reject_request)

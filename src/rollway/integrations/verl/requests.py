@@ -84,10 +84,6 @@ class RequestLog:
         return summary
 
 
-def read_log(path: Path) -> list[RequestRecord]:
-    return [RequestRecord(**json.loads(line)) for line in path.read_text().splitlines()]
-
-
 # --- requests ------------------------------------------------------------------------------------
 
 

@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollway.config import StackSpec
 from rollway.errors import UsageError
 from rollway.model_spec import RawArgs, slug
-from rollway.stack.workers import WORKER_EXTENSION
+from rollway.spec import StackSpec
+from rollway.stack.commands import WORKER_EXTENSION
 from rollway.weights.checkpoint import read_headers
 
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.dynamo"

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import rollway
+from rollway import private_files
 from rollway.errors import RollwayError, UsageError
-from rollway.observe.dash.attached import LISTING_SECONDS, record_attached
-from rollway.observe.dash.source import Phase, Source
-from rollway.observe.dash.timeline import KEPT
-from rollway.observe.read import Run
-from rollway.observe.runs import list_runs
-from rollway.private import is_plain_name
+from rollway.observe.dash.view import Phase, Source
+from rollway.observe.read import Run, list_runs, remove_run
+from rollway.observe.record import Recorder
+from rollway.observe.sample import MetricsTarget, Sampler
+from rollway.private_files import is_plain_name
 from rollway.stack import local
 from rollway.stack.ray import launcher
-from rollway.stack.ray.mirror import Mirror
-from rollway.stack.state import StackDir, StackState, find_record_dir, home
+from rollway.stack.ray.head_client import copy_records
+from rollway.stack.state import StackDir, StackState, find_record_dir, home, make_home
 
 
 @contextmanager
@@ -28,10 +32,7 @@ def open_source(name: str | None, directory: Path | None) -> Iterator[Source]:
         yield open_directory(directory)
     elif name is not None and "://" in name:
         with record_attached(name) as recorded:
-            source = _make_source(name, Run(recorded))
-            source.get_phase = lambda: "live"
-            source.settle_seconds = LISTING_SECONDS
-            yield source
+            yield Source(name, Run(recorded), lambda: "live", settle_seconds=LISTING_SECONDS)
     else:
         name = launcher.resolve_name(name)
         with _bring_nodes_together(name):
@@ -49,23 +50,15 @@ def find_run(text: str | None) -> Path:
     directory = Path(text)
     if not directory.is_dir() and is_plain_name(text) and (runs / text).is_dir():
         directory = runs / text
-    check_directory(directory)
+    Run(directory).check()
     return directory.resolve()
-
-
-def check_directory(directory: Path) -> None:
-    if not directory.is_dir():
-        raise UsageError(f"{directory} is not a directory.", "Give the directory of a run.")
-    if not any(directory.glob("*.jsonl")):
-        raise UsageError(
-            f"{directory} has no record of a run.", f"Runs are recorded in {home() / 'runs'}."
-        )
 
 
 def open_directory(directory: Path) -> Source:
     """Return the source of a recorded run."""
-    check_directory(directory)
-    return _make_source(str(directory), Run(directory))
+    run = Run(directory)
+    run.check()
+    return Source(str(directory), run)
 
 
 def open_stack(name: str) -> Source:
@@ -83,9 +76,9 @@ def open_stack(name: str) -> Source:
             f"The record of `{name}` is not on this machine: there is no {directory}.",
             "Run this on the machine of its head, or with the same ROLLWAY_HOME.",
         )
-    source = _make_source(name, Run(directory))
+    source = Source(name, Run(directory))
     source.log_dir = Path(state.log_dir)
-    source.journal = home() / "gateway" / f"{state.name}.jsonl"  # where `rollway gateway` puts it
+    source.journal = home() / "gateway" / f"{state.name}.sqlite"  # where `rollway gateway` puts it
     if state.ray_namespace:
         source.get_phase = lambda: "live"  # its record says when it ends
     else:
@@ -103,7 +96,7 @@ def _bring_nodes_together(name: str) -> Iterator[None]:
         yield
         return
     try:
-        with Mirror(directory, partial(running.access.call, "read_record")).follow():
+        with copy_records(directory, partial(running.access.call, "ask_keepers", "read_record")):
             yield
     finally:
         running.close()
@@ -137,15 +130,65 @@ def get_phase(name: str, started: StackState) -> Phase:
     return "live"
 
 
-def _make_source(label: str, run: Run) -> Source:
-    follower = run.follower()
-    return Source(
-        label,
-        poll=follower.poll,
-        read=lambda: Run(run.directory).read(),
-        # A day has a million steps, and the page has the bars of a few refits.
-        load=lambda: follower.read(without={"step"}, until=run.find_end_of_refit(KEPT)),
-        read_end=lambda: Run(run.directory).read_end(),
-        get_progress=lambda: (follower.bytes_read, run.nbytes),
-        count_problems=lambda: dict(run.problems),
-    )
+# --- a stack that Rollway did not start ----------------------------------------------------------
+#
+#    frontend /metrics ── every 2 s ──► sample entries ──┐
+#    versions of the workers ── every 5 s ──► workers ───┴──► <home>/runs/attached-…, until it ends
+#
+# Each listing makes the frontend probe every worker, so it is asked seldom.
+
+LISTING_SECONDS = 5.0
+
+
+@contextmanager
+def record_attached(url: str) -> Iterator[Path]:
+    """Record what a frontend tells, and yield the directory of the record."""
+    runs = private_files.make_directory(make_home() / "runs")
+    name = f"attached-{secrets.token_hex(6)}"
+    recorder = Recorder(private_files.make_directory(runs / name), "driver", stack=url, run=name)
+    stop = threading.Event()
+    with rollway.attach(url, watch=False, record=False) as stack:  # raises if nobody answers there
+        recorder.event("attached", f"serves {', '.join(stack.models)}")
+        recorder.flush()
+        target = MetricsTarget("frontend", f"{stack.frontend_url}/metrics", "frontend")
+        sampler = Sampler(recorder, lambda: [target])
+        lister = threading.Thread(target=_list_forever, args=(stack, recorder, stop), daemon=True)
+        sampler.start()
+        lister.start()
+        try:
+            yield runs / name
+        finally:
+            stop.set()
+            sampler.close()
+            lister.join(LISTING_SECONDS)
+            recorder.close()
+            remove_run(runs / name)
+
+
+def _list_forever(stack: Any, recorder: Recorder, stop: threading.Event) -> None:
+    """Record the workers and their versions until the dashboard ends."""
+    last: object = None
+    trouble = ""
+    while not stop.is_set():
+        rows = []
+        try:
+            for model in stack.models:
+                versions = stack.fleet_of(model).read_versions()
+                rows += [_describe(model, *pair) for pair in versions.items()]
+        except RollwayError as error:
+            # A frontend without RL routes has no such list; one that is gone may come back.
+            if trouble != error.message:
+                trouble = error.message
+                recorder.event("workers not listed", trouble)
+        else:
+            trouble = ""
+            if rows != last:
+                last = rows
+                recorder.write("workers", workers=rows)
+        stop.wait(LISTING_SECONDS)
+
+
+def _describe(model: str, instance: int, version: int | None) -> dict[str, Any]:
+    state = "serving" if version is not None else "joining"
+    row = {"name": str(instance), "instance": str(instance), "state": state, "version": version}
+    return {**row, "model": model}

@@ -23,18 +23,17 @@ import math
 import zlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from rollway.gateway.connections import Connections
-from rollway.observe.dash.access import Access, make_app, refuse
+from rollway.observe.dash.browsers import DashAccess, make_app, refuse
 from rollway.observe.dash.conversations import Conversations
-from rollway.observe.dash.source import History, Source, Watch
-from rollway.observe.dash.view import View
-from rollway.stack.logs import Follower
+from rollway.observe.dash.view import PastEntries, Source, View, Watch
+from rollway.stack.logs import LogFollower
 
 log = logging.getLogger(__name__)
 
@@ -43,33 +42,26 @@ TICK_SECONDS = 1.0
 _HEARTBEAT_SECONDS = 15.0
 _MOST_STREAMS = 64
 _LOG_LINES, _LINE_LENGTH = 400, 4_000
-_TYPES = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-    ".txt": "text/plain",
-}
+STATIC = Path(__file__).parent / "static"
 
 
 class Dashboard:
     """The page of one source, for any number of browsers."""
 
-    def __init__(self, source: Source, access: Access | None = None) -> None:
+    def __init__(self, source: Source, access: DashAccess | None = None) -> None:
         self.source = source
         self.watch = Watch(source)
-        self._access = access or Access()
+        self._access = access or DashAccess()
         # Without a token, every user of the machine can see the page.
         shows_all, journal = bool(self._access.token), source.journal
         self._conversations = Conversations(journal, shows_all=shows_all) if journal else None
-        self._history: History | None = None
+        self._history: PastEntries | None = None
         self._history_lock = asyncio.Lock()
         self._past: tuple[float, View] | None = None
         self._changed = asyncio.Event()
         self._streams: list[asyncio.Task[Any]] = []
         """What sends to each open page, the oldest first."""
         self._is_closing = False
-        self._files = load_static()
 
     @property
     def view(self) -> View:
@@ -78,7 +70,7 @@ class Dashboard:
     def app(self) -> web.Application:
         app = make_app(self._access)
         app.router.add_get("/", self._send_index)
-        app.router.add_get("/static/{name}", self._send_static)
+        app.router.add_static("/static", STATIC)
         app.router.add_get("/api/model", self._send_model)
         app.router.add_get("/api/refit", self._send_refit)
         app.router.add_get("/api/hits", self._send_hits)
@@ -142,45 +134,27 @@ class Dashboard:
 
     # --- answers ---------------------------------------------------------------------------------
 
-    async def _send_index(self, _: web.Request) -> web.Response:
-        return self._make_file("index.html")
-
-    async def _send_static(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name not in self._files:
-            return refuse(404, "There is no such file.")
-        return self._make_file(name)
-
-    def _make_file(self, name: str) -> web.Response:
-        content, kind = self._files[name]
-        response = web.Response(body=content, content_type=kind, charset="utf-8")
-        response.enable_compression()
-        return response
+    async def _send_index(self, _: web.Request) -> web.FileResponse:
+        return web.FileResponse(STATIC / "index.html")
 
     async def _send_model(self, request: web.Request) -> web.Response:
         view, at = await self._get_view(request)
         model = self.watch.make_model(view)
         if at is not None:
-            model["run"] |= {"at": at, "first": self.view.first, "last": self.view.now}
-        return _make_json(
-            {
-                "sections": model,
-                "series": view.get_series(),
-                "events": view.get_events(),
-                "refit": round_bars(view.get_refit("")),
-            }
-        )
+            state = self.view.state
+            model["run"] |= {"at": at, "first": state.first, "last": state.now}
+        return _make_json({**view.get_whole(), "sections": model})
 
     async def _send_refit(self, request: web.Request) -> web.Response:
         view, _ = await self._get_view(request)
         refit = view.get_refit(request.query.get("key", "")[:60])
         if refit is None:
             return refuse(404, "There is no such refit; the last fifty are kept.")
-        return _make_json(round_bars(refit))
+        return _make_json(refit)
 
     async def _send_hits(self, request: web.Request) -> web.Response:
         view, _ = await self._get_view(request)
-        return _make_json({"workers": view.workers.list_hits()})
+        return _make_json({"workers": view.state.workers.list_hits()})
 
     async def _send_sessions(self, _: web.Request) -> web.Response:
         if self._conversations is None:
@@ -210,8 +184,10 @@ class Dashboard:
             raise web.HTTPBadRequest(reason="`at` is seconds since 1970.")
         async with self._history_lock:
             if self._past is None or self._past[0] != at:
-                if self._history is None or self._history.until < min(at, self.view.now):
-                    self._history = await asyncio.to_thread(lambda: History(self.source.read()))
+                if self._history is None or self._history.until < min(at, self.view.state.now):
+                    self._history = await asyncio.to_thread(
+                        lambda: PastEntries(self.source.run.read())
+                    )
                 self._past = (at, await asyncio.to_thread(self._history.view_at, at))
             return self._past[1], at
 
@@ -239,7 +215,7 @@ class Dashboard:
         if path is None:
             return refuse(404, "There is no such log.")
         async with self._open_stream(request) as response:
-            follower = await asyncio.to_thread(Follower, path, _LOG_LINES)
+            follower = await asyncio.to_thread(LogFollower, path, _LOG_LINES)
             try:
                 quiet = 0.0
                 while not self._is_closing:
@@ -312,7 +288,6 @@ class _Page:
         """Begin with a page that has nothing of a view."""
         self._view = view
         self._sections: dict[str, bytes] = {}
-        self._rows: dict[str, dict[str, Any]] = {}
         self._times: dict[str, float] = {}
         self._event = 0
         self._refit = b""
@@ -324,44 +299,23 @@ class _Page:
         if view is not self._view:  # all of the record, after its end
             self._begin(view)
         update: dict[str, Any] = {}
-        sections = self._dashboard.watch.make_model()
-        fleet = self._find_changed_rows(sections.pop("fleet"))
         changed = {}
-        for name, section in sections.items():
+        for name, section in self._dashboard.watch.make_model().items():
             packed = msgspec.json.encode(section)
             if self._sections.get(name) != packed:
                 self._sections[name], changed[name] = packed, section
-        if fleet:
-            changed["fleet"] = fleet
         if changed:
             update["sections"] = changed
         if series := self._find_new_points(view.get_series()):
             update["series"] = series
         if events := view.get_events(self._event):
             update["events"], self._event = events, events[-1]["id"]
-        refit = round_bars(view.get_refit(""))
+        refit = view.get_refit("")
         packed = msgspec.json.encode(refit)
         if packed != self._refit:
             update["refit"], self._refit = refit, packed
         if update and self._is_first:
             update["first"], self._is_first = True, False
-        return update
-
-    def _find_changed_rows(self, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the fields of rows that changed, and the names of all rows."""
-        by_name = {row["name"]: row for row in rows}
-        changes = []
-        for name, row in by_name.items():
-            before = self._rows.get(name, {})
-            fields = {key: row[key] for key in row if key not in before or before[key] != row[key]}
-            if fields:
-                changes.append({**fields, "name": name})
-        if not changes and by_name.keys() == self._rows.keys() and self._rows:
-            return None
-        update: dict[str, Any] = {"rows": changes}
-        if list(by_name) != list(self._rows):
-            update["names"] = list(by_name)
-        self._rows = {name: dict(row) for name, row in by_name.items()}
         return update
 
     def _find_new_points(self, series: Mapping[str, dict[str, list[float]]]) -> dict[str, Any]:
@@ -378,28 +332,6 @@ class _Page:
         return new
 
 
-def round_bars(refit: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a refit whose bars have tenths of milliseconds: 128 workers have a thousand bars."""
-    if refit is None:
-        return None
-    rows = [
-        {**row, "bars": [(name, round(a, 4), round(b, 4)) for name, a, b in row["bars"]]}
-        for row in refit["rows"]
-    ]
-    return {**refit, "rows": rows}
-
-
-def load_static() -> dict[str, tuple[bytes, str]]:
-    """Read the page's files from the package, with their types."""
-    folder = resources.files("rollway.observe.dash") / "static"
-    files = {}
-    for item in folder.iterdir():
-        kind = _TYPES.get(f".{item.name.rpartition('.')[2]}")
-        if kind is not None:
-            files[item.name] = (item.read_bytes(), kind)
-    return files
-
-
 def _make_json(value: object) -> web.Response:
     response = web.Response(body=msgspec.json.encode(value), content_type="application/json")
     response.enable_compression()
@@ -407,7 +339,9 @@ def _make_json(value: object) -> web.Response:
 
 
 @asynccontextmanager
-async def serve(dashboard: Dashboard, access: Access, host: str, port: int) -> AsyncIterator[str]:
+async def serve(
+    dashboard: Dashboard, access: DashAccess, host: str, port: int
+) -> AsyncIterator[str]:
     """Listen, and yield the address to open, with the token if there is one."""
     access.check_host(host)
     async with listen(dashboard.app(), host, port) as bound:

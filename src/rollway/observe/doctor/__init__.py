@@ -2,8 +2,7 @@
 
     attach ──► Subject: workers, labels, state ──┬──► serving.py   what it answers: versions,
                 a few short requests ◄───────────┤                 taints, caches, log-probs, proof
-                                                 ├──► network.py   ports, clocks, transfers of KV
-                                                 └──► upkeep.py    limits, leftovers, the record
+                                                 └──► machine.py   ports, clocks, limits, the record
 
 No check changes a weight, a label or a taint. Requests have one to four tokens, and a salt of their
 own, so that nobody else meets what they leave in the caches. A check looks only at workers that the
@@ -12,40 +11,64 @@ checks before it found sound, so that one fault has one finding.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import rollway
-from rollway.errors import RollwayError
+from rollway.errors import Problem, RollwayError
 from rollway.http import Http
-from rollway.observe.doctor import network, serving, upkeep
-from rollway.observe.doctor.subject import Subject
-from rollway.stack.doctor import Finding
+from rollway.observe.doctor import machine, serving
+from rollway.observe.doctor.subject import Findings, ModelWorkers, Subject
+from rollway.stack.state import StackState
 
-Check = Callable[[Subject], AsyncIterator[Finding]]
+Check = Callable[[Subject], Findings]
+
+
+def _each_pool(check: Callable[[Subject, ModelWorkers], Findings], *, asks: bool = False) -> Check:
+    """Check every model; if the check `asks` for tokens, those that can answer."""
+
+    async def check_pools(subject: Subject) -> Findings:
+        for pool in subject.pools:
+            if not asks or serving.can_generate(pool):
+                async for finding in check(subject, pool):
+                    yield finding
+
+    return check_pools
+
+
+def _here(check: Callable[[Subject, StackState], Findings]) -> Check:
+    """Check a stack whose processes are on this machine."""
+
+    async def check_machine(subject: Subject) -> Findings:
+        if subject.local_state is not None:
+            async for finding in check(subject, subject.local_state):
+                yield finding
+
+    return check_machine
+
 
 CHECKS: tuple[tuple[str, Check], ...] = (
-    ("workers", serving.check_workers),
-    ("versions", serving.check_versions),
-    ("pools", serving.check_pools),
-    ("taints", serving.check_taints),
-    ("other versions", serving.check_refusal),
-    ("KV events", serving.check_events),
-    ("cache salt", serving.check_salt),
-    ("log-probs", serving.check_logprobs),
-    ("generation config", serving.check_generation_config),
-    ("proof", serving.check_proof),
-    ("admin ports", network.check_admin_ports),
-    ("listeners", network.check_listeners),
-    ("clocks", network.check_clocks),
-    ("RDMA", network.check_rdma),
-    ("KV transfer", network.check_transfer),
-    ("file limits", upkeep.check_file_limits),
-    ("disk", upkeep.check_disk),
-    ("shared memory", upkeep.check_shared_memory),
-    ("leftovers", upkeep.check_leftovers),
-    ("packages", upkeep.check_packages),
-    ("record", upkeep.check_record),
+    ("workers", _each_pool(serving.check_workers)),
+    ("versions", _each_pool(serving.check_versions)),
+    ("pools", _each_pool(serving.check_pools)),
+    ("taints", _each_pool(serving.check_taints)),
+    ("other versions", _each_pool(serving.check_refusal, asks=True)),
+    ("KV events", _each_pool(serving.check_events, asks=True)),
+    ("cache salt", _each_pool(serving.check_salt, asks=True)),
+    ("log-probs", _each_pool(serving.check_logprobs, asks=True)),
+    ("generation config", _each_pool(serving.check_generation_config, asks=True)),
+    ("proof", _each_pool(serving.check_proof)),
+    ("admin ports", machine.check_admin_ports),
+    ("listeners", machine.check_listeners),
+    ("clocks", machine.check_clocks),
+    ("RDMA", machine.check_rdma),
+    ("KV transfer", _each_pool(machine.check_transfer)),
+    ("file limits", _here(machine.check_file_limits)),
+    ("disk", _here(machine.check_disk)),
+    ("shared memory", _here(machine.check_shared_memory)),
+    ("leftovers", _here(machine.check_leftovers)),
+    ("packages", _here(machine.check_packages)),
+    ("record", machine.check_record),
 )
 
 
@@ -54,7 +77,7 @@ class Examination:
     """What was found, and what it cost the stack."""
 
     stack: str
-    findings: list[Finding]
+    findings: list[Problem]
     requests: int
     tokens: int
 
@@ -65,16 +88,10 @@ async def examine_stack(target: str, rl_url: str | None = None) -> Examination:
         subject = await Subject.read(stack, http)
         findings = []
         for name, check in CHECKS:
-            findings += await _run(name, check, subject)
+            try:
+                async for finding in check(subject):
+                    findings.append(Problem(name, *finding))
+            except RollwayError as error:  # the others go on
+                text = f"not checked: {error.message}"
+                findings.append(Problem(name, "error", text, error.hint))
         return Examination(target, findings, subject.requests, subject.tokens)
-
-
-async def _run(name: str, check: Check, subject: Subject) -> list[Finding]:
-    """Run one check; one that fails is a finding, and the others go on."""
-    findings = []
-    try:
-        async for finding in check(subject):
-            findings.append(finding)
-    except RollwayError as error:
-        findings.append(Finding(name, "error", f"not checked: {error.message}", error.hint))
-    return findings

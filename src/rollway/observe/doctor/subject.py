@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rollway.async_stack import Stack
-from rollway.errors import RequestFailed, RollwayError, Unreachable
+from rollway.errors import Level, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import ONCE, Http
-from rollway.observe.sample import LARGEST_PAGE
-from rollway.orders import DOOR
+from rollway.observe.metrics_reader import sum_series
+from rollway.observe.sample import read_page
 from rollway.rollout.completion import Completion
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
+from rollway.signed_calls import DOOR
 from rollway.stack.state import StackState
+from rollway.stack_handle import Stack
 from rollway.versions import taint_of
 
 REQUEST_SECONDS = 60.0
@@ -30,12 +31,15 @@ _LOWEST, _HIGHEST = 5, 60
 """Token ids of prompts: every vocabulary has these."""
 
 
+Finding = tuple[Level, str] | tuple[Level, str, str]
+"""A level, the cause, and the fix if there is one."""
+Findings = AsyncIterator[Finding]
 Door = Literal["guarded", "open", "silent"]
 """With Rollway's door, behind which every order must be signed; without it; or no answer at all."""
 
 
 @dataclass(slots=True)
-class Pool:
+class ModelWorkers:
     """The workers of one model."""
 
     model: str
@@ -81,7 +85,7 @@ class Subject:
     stack: Stack
     http: Http
     state: StackState | None
-    pools: list[Pool]
+    pools: list[ModelWorkers]
     doors: dict[int, Door] = field(default_factory=dict)
     """How the admin port of each worker answers."""
     requests: int = 0
@@ -93,7 +97,7 @@ class Subject:
         """List the workers of all models, with their labels."""
         pools = []
         for model in stack.models:
-            pool = Pool(model, stack.fleet_of(model))
+            pool = ModelWorkers(model, stack.fleet_of(model))
             try:
                 pool.workers = await pool.fleet.workers()
                 if pool.workers:
@@ -122,23 +126,23 @@ class Subject:
         return "guarded" if has_door else "open"
 
     @property
-    def is_here(self) -> bool:
-        """Whether the stack's processes run on this machine."""
-        return self.state is not None and not self.state.ray_namespace
+    def local_state(self) -> StackState | None:
+        """The state of a stack whose processes run on this machine."""
+        return None if self.state is None or self.state.ray_namespace else self.state
 
-    def make_prompt(self, pool: Pool) -> list[int]:
+    def make_prompt(self, pool: ModelWorkers) -> list[int]:
         """Return a prompt that nobody has sent."""
         length = max(2, min(_PROMPT_TOKENS, pool.context // 2))
         return [self._random.randrange(_LOWEST, _HIGHEST) for _ in range(length)]
 
-    def make_salt(self, pool: Pool) -> str:
+    def make_salt(self, pool: ModelWorkers) -> str:
         """Return a salt that nobody has used, of the newest version."""
         version = "own" if pool.newest is None else f"v{pool.newest}"
         return f"{version}:doctor-{self._random.getrandbits(64):x}"
 
     async def ask(
         self,
-        pool: Pool,
+        pool: ModelWorkers,
         prompt: Sequence[int],
         sampling: Sampling,
         *,
@@ -161,7 +165,7 @@ class Subject:
 
     def read_frontend_command(self) -> list[str]:
         """Return the command line of the frontend; empty if it does not run here."""
-        processes = self.state.processes if self.state is not None and self.is_here else []
+        processes = [] if self.local_state is None else self.local_state.processes
         frontend = next((p for p in processes if p.role == "frontend"), None)
         try:
             content = Path(f"/proc/{frontend.pid if frontend else None}/cmdline").read_text()
@@ -171,19 +175,15 @@ class Subject:
 
     async def count_requests(self) -> float:
         """Return how many requests of others are under way at the frontend."""
-        page = await self.read_page(self.stack.frontend_url)
-        return sum_values(page, "dynamo_frontend_inflight_requests")
+        name = "dynamo_frontend_inflight_requests"
+        return (await self.read_metrics(self.stack.frontend_url, name))[name]
 
-    async def read_page(self, url: str) -> str:
-        """Return the page of metrics of a worker or of the frontend; empty if it has none."""
-        url = f"{url}/metrics"
-        try:
-            page = await self.http.get_bounded(url, timeout=5.0, limit=LARGEST_PAGE)
-        except RollwayError:
-            return ""
-        return page.decode(errors="replace")
+    async def read_metrics(self, url: str, *names: str) -> dict[str, float]:
+        """Return the sums of some series of a worker or of the frontend; 0 for one it lacks."""
+        page = await read_page(self.http, f"{url}/metrics", 5.0) or ""
+        return dict.fromkeys(names, 0.0) | sum_series(page, names, ())
 
-    async def is_answered(self, pool: Pool, **routing: Any) -> bool:
+    async def is_answered(self, pool: ModelWorkers, **routing: Any) -> bool:
         """Return whether a request of one token is answered."""
         try:
             await self.ask(pool, self.make_prompt(pool), ONE_TOKEN, **routing)
@@ -193,15 +193,6 @@ class Subject:
 
 
 ONE_TOKEN = Sampling(max_tokens=1, temperature=0.0)
-
-
-def sum_values(page: str, name: str) -> float:
-    """Return the sum of all series of a name."""
-    total = 0.0
-    for line in page.splitlines():
-        if line.startswith((f"{name} ", f"{name}{{")):
-            total += float(line.rpartition(" ")[2])
-    return total
 
 
 async def _read_context(stack: Stack, model: str) -> int:

@@ -17,22 +17,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from typing import Any
 
-import msgspec
-
-from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
+from rollway.observe.record import Recorder
+from rollway.spec import StackSpec
 from rollway.stack.ray import cluster
-from rollway.stack.ray.healing import Events, Healing
-from rollway.stack.ray.ledger import Ledger
-from rollway.stack.ray.mirror import Pieces
+from rollway.stack.ray.healing import Healing
 from rollway.stack.ray.parts import SERVICES, Parts
 from rollway.stack.ray.placement import Placement
-from rollway.stack.state import StackState
-
-if TYPE_CHECKING:
-    from rollway.fleet.discovery import Worker
+from rollway.stack.state import StackState, choose_record_dir, home
 
 _LAST_CALL_SECONDS = 3.0
 
@@ -59,14 +54,13 @@ class Head:
         self._witness = witness
         self._phase = "starting"
         self._error: dict[str, Any] | None = None
-        self._secret = ""
         self._freed: list[str] = []
         self._stopping, self._over, self._ready = (asyncio.Event() for _ in range(3))
-        self._events = Events()
-        self._healing = Healing(
-            self._spec, self._parts, placement.services, self._events, self._fail,
-            self._stopping.is_set,
-        )  # fmt: skip
+        record = choose_record_dir(self._spec, run_id)
+        self._recorder = (
+            Recorder(home() / record, "head", stack=self._spec.name, run=run_id) if record else None
+        )
+        self._healing = Healing(self._spec, self._parts, self._note)
         self._me.run.remote()  # before any call of the driver, which may die at once
 
     # --- the life of the run ---------------------------------------------------------------------
@@ -75,21 +69,23 @@ class Head:
         """Start the stack, watch it until it is to stop, and leave nothing behind."""
         import ray
 
-        owner = asyncio.create_task(self._watch_owner())
-        try:
-            await self._run_until_stop(self._parts.start(self._placement))
-            if not self._stopping.is_set():
-                await self._become_ready()
-                await self._stopping.wait()
-        except RollwayError as error:
+        works = (self._serve(), self._watch_owner(), self._stopping.wait())
+        tasks = [asyncio.ensure_future(work) for work in works]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, Exception)]
+        if errors and not self._stopping.is_set():
+            error = errors[0]
+            if not isinstance(error, RollwayError):  # whatever it is, the run must be taken down
+                cause = " ".join(str(error).split())[:600] or type(error).__name__
+                error = StartError(f"The stack failed on Ray: {cause}")
             self._error = error.as_json()
-        except Exception as error:  # noqa: BLE001  (whatever it is, the run must be taken down)
-            cause = " ".join(str(error).split())[:600] or type(error).__name__
-            self._error = StartError(f"The stack could not start on Ray: {cause}").as_json()
-        owner.cancel()
         self._phase = "stopping"
-        self._stopping.set()
         self._ready.set()
+        if self._recorder is not None:  # before the parts end, of which one may remove the record
+            await asyncio.to_thread(self._recorder.close)
         await self._take_down()
         self._phase = "stopped"
         self._over.set()
@@ -98,58 +94,41 @@ class Head:
         await asyncio.sleep(_LAST_CALL_SECONDS)
         ray.kill(self._me)
 
-    async def _run_until_stop(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(self._stopping.wait())
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
-            return
-        await task
-
-    async def _become_ready(self) -> None:
-        self._healing.start()
-        keeper = self._parts.keepers[self._parts.parts[SERVICES].node]
-        self._secret = (await keeper.wait_until_joinable.remote(self._parts.parts[SERVICES].name))[
-            "join"
-        ]["secret"]
+    async def _serve(self) -> None:
+        """Start the stack and keep it alive; raise the cause when it cannot be."""
+        await self._parts.start(self._placement)
         self._phase = "ready"
-        seconds = time.time() - self._identity["since"]
-        self._events.note("ready", seconds=round(seconds, 3), steps=dict(self._parts.steps))
+        self._note("ready")
         self._ready.set()
+        await self._healing.run()
 
     async def _watch_owner(self) -> None:
-        """Stop the run when its owner dies; a detached run has none once it is ready."""
+        """Raise when the owner dies; a detached run has none once it is ready."""
         import ray
 
-        witness = self._witness
         with contextlib.suppress(ray.exceptions.RayError):
-            await cluster.outlast(witness.wait.remote)
-        if self._witness is witness:
-            self._events.note("owner gone")
-            self._fail("The process that owns the stack has ended.")
+            await cluster.outlast(self._witness.wait.remote)
+        if self._witness is None:
+            await asyncio.Event().wait()
+        self._note("owner gone")
+        raise StartError("The process that owns the stack has ended.")
 
-    def _fail(self, cause: str) -> None:
-        if self._error is None and not self._stopping.is_set():
-            self._error = StartError(cause).as_json()
-        self._stopping.set()
+    def _note(self, event: str, detail: str = "") -> None:
+        """Add an event to the run's record, on this node."""
+        if self._recorder is not None:
+            self._recorder.event(event, detail)
 
     async def _take_down(self) -> None:
         """Stop all processes, then the keepers, then free the groups."""
         import ray
 
-        self._healing.cancel()
-        await self._parts.groups.wait_for_calls()
         keepers = list(self._parts.keepers.values())
         stops = [cluster.outlast(keeper.stop.remote) for keeper in keepers]
         # A Keeper that died has no answer; the lifeline has told its supervisor to stop.
         await asyncio.gather(*stops, return_exceptions=True)
         for keeper in keepers:
             ray.kill(keeper)
-        self._freed = await asyncio.to_thread(cluster.remove_groups, list(self._parts.groups.nodes))
+        self._freed = await self._parts.groups.remove_all()
 
     # --- what drivers ask ------------------------------------------------------------------------
 
@@ -176,12 +155,12 @@ class Head:
 
     async def stop(self) -> list[str]:
         """Take the run down; return the ids of its groups when nothing is left of it."""
-        self._events.note("stop")
+        self._note("stop")
         self._stopping.set()
         await self._over.wait()
         return self._freed
 
-    async def read_state(self) -> bytes:
+    async def read_state(self) -> StackState:
         """Return the state of the whole stack."""
         states = await self._healing.read_states()
         merged = self._make_state()
@@ -193,7 +172,7 @@ class Head:
             for process in state.processes:
                 process.node = self._parts.addresses.get(part.node, "")
                 merged.processes.append(process)
-        return msgspec.json.encode(merged)
+        return merged
 
     def _make_state(self) -> StackState:
         spec = self._spec
@@ -210,58 +189,73 @@ class Head:
             waiting=self._healing.waiting,
         )
 
-    async def read_events(self) -> list[dict[str, Any]]:
-        """Return the history of the run: starts, losses, replacements."""
-        return list(self._events.entries)
-
     async def read_secret(self) -> str:
         """Return the secret that signs orders and offers. Every caller may run code on
         the cluster anyway."""
-        return self._secret
+        return str(self._parts.join.get("join", {}).get("secret", ""))
 
-    async def replace_worker(self, worker: Worker) -> bool:
-        """Kill a worker so that its supervisor restarts it."""
-        calls = [keeper.replace.remote(worker) for keeper in self._parts.keepers.values()]
-        return any(a is True for a in await asyncio.gather(*calls, return_exceptions=True))
-
-    async def read_log(self, process: str, lines: int, reader: str = "") -> list[str] | None:
-        """Return the last lines of a process's log; with a `reader`, then what is new to it."""
-        for keeper in self._parts.keepers.values():
-            call = (
-                keeper.follow_log.remote(process, lines, reader)
-                if reader
-                else keeper.read_log.remote(process, lines)
-            )
-            with contextlib.suppress(Exception):  # a node that was lost has no log
-                answer: list[str] | None = await call
-                if answer is not None:
-                    return answer
-        return None
-
-    async def read_record(
-        self, known: dict[str, dict[str, int]], own: frozenset[str]
-    ) -> dict[str, Pieces]:
-        """Return what each node has recorded and the reader does not have."""
-        keepers = {node[:12]: keeper for node, keeper in self._parts.keepers.items()}
-        calls = [
-            keeper.read_record.remote(known.get(node, {}), own) for node, keeper in keepers.items()
-        ]
-        answers = await asyncio.gather(*calls, return_exceptions=True)  # a node may be lost
-        return {
-            node: parts
-            for node, parts in zip(keepers, answers, strict=True)
-            if isinstance(parts, dict)
-        }
+    async def ask_keepers(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Return the answers of all Keepers that answer, by their nodes."""
+        return await self._parts.ask_keepers(method, *arguments)
 
     # --- the record of versions, and the lock of refits ------------------------------------------
 
     async def call_ledger(self, method: str, *arguments: Any) -> Any:
-        """Read or write the versions of a model."""
-        return getattr(self._ledger, method)(*arguments)
+        """Read or write the versions of a model; wait for a lock, or release it."""
+        return await getattr(self._ledger, method)(*arguments)
+
+
+class Ledger:
+    """What all processes that use the stack share: the versions of its models, and locks. In
+    memory: it ends with the run, as the versions do."""
+
+    def __init__(self) -> None:
+        self._current: dict[str, tuple[int, str]] = {}
+        self._claims: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._holds: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        """Who holds a lock or waits for it, by the caller's token; and whether it holds."""
+
+    async def put(self, model: str, version: int, path: str) -> None:
+        self._current[model] = version, path
+
+    async def get(self, model: str) -> tuple[int, str] | None:
+        return self._current.get(model)
+
+    async def claim(self, model: str, version: int, identity: str) -> None:
+        self._claims[model][version] = identity
+
+    async def claims(self, model: str) -> dict[int, str]:
+        return self._claims[model]
+
+    async def newest(self, model: str) -> int | None:
+        return max(self._claims[model], default=None)
 
     async def lock(self, name: str, token: str, witness: Any) -> bool:
-        """Wait for a lock; it is released when the witness dies."""
-        return await self._ledger.lock(name, token, witness)
+        """Wait for a lock, which `unlock` or the death of the witness releases; return False if
+        either came first."""
+        if token not in self._holds:  # a call may be repeated after a break of the network
+            is_held = asyncio.Event()
+            task = asyncio.create_task(self._hold(name, witness, is_held))
+            self._holds[token] = task, is_held
+            task.add_done_callback(lambda _: self._holds.pop(token, None))
+        task, is_held = self._holds[token]
+        turn = asyncio.ensure_future(is_held.wait())
+        await asyncio.wait({task, turn}, return_when=asyncio.FIRST_COMPLETED)
+        turn.cancel()
+        return is_held.is_set()
 
-    async def unlock(self, name: str, token: str) -> None:
-        self._ledger.unlock(name, token)
+    async def _hold(self, name: str, witness: Any, is_held: asyncio.Event) -> None:
+        death = asyncio.ensure_future(cluster.outlast(witness.wait.remote))
+        try:
+            async with self._locks[name]:
+                if not death.done():
+                    is_held.set()
+                    await asyncio.wait({death})
+        finally:
+            death.cancel()
+
+    async def unlock(self, token: str) -> None:
+        """Release a lock, or give up waiting for it."""
+        if token in self._holds:
+            self._holds[token][0].cancel()

@@ -20,16 +20,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from rollway.config import StackSpec
 from rollway.errors import RollwayError, StartError
-from rollway.private import is_plain_name
-from rollway.stack import access, local, logs, preset
+from rollway.spec import StackSpec
+from rollway.stack import local, logs, preset, running
 from rollway.stack.locks import Lease
-from rollway.stack.ray import cluster
-from rollway.stack.ray.mirror import Pieces, read_record
-from rollway.stack.ray.node_check import find_problem
+from rollway.stack.ray import cluster, groups
+from rollway.stack.ray.node_check import Problem, find_problem
 from rollway.stack.state import (
     StackDir,
     StackState,
@@ -45,12 +41,16 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 _END_SECONDS = 60.0
 _MAX_FOLLOWERS = 64
+COPY_PREFIX = "node-"
+"""Of the names of files in a record that were copied from other nodes."""
+LARGEST_PIECE = 4 << 20
+"""How many bytes of a node's record one call brings."""
 
 
 class Keeper:
     """Runs the stacks of one run on one node."""
 
-    def __init__(self, run_id: str, name: str, head: Any, groups: dict[str, bool]) -> None:
+    def __init__(self, run_id: str, name: str, head: Any) -> None:
         import ray
 
         self._run_id = run_id
@@ -58,12 +58,10 @@ class Keeper:
         self._head = head
         self._names: set[str] = set()
         """The stacks that were started here, also those that still start."""
-        self._starts: set[asyncio.Task[local.RunningStack]] = set()
+        self._starts: set[asyncio.Task[None]] = set()
         self._running: dict[str, local.RunningStack] = {}
-        self._groups = groups
-        """Groups with a bundle on this node; whether other nodes have bundles of it, too."""
         self._ports = Lease()
-        self._followers: dict[tuple[str, str], logs.Follower] = {}
+        self._followers: dict[str, logs.LogFollower] = {}
         self._stopping = threading.Event()
         self._stop_lock = asyncio.Lock()
         _show_gpus()
@@ -80,17 +78,11 @@ class Keeper:
         await asyncio.to_thread(self._remove_groups)
         ray.kill(self._me)
 
-    async def examine(self, needs: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Clear what dead runs left on this node; return its GPUs, the pid of this actor, and what
-        of the `needs` of a stack the node does not have."""
+    async def examine(self, needs: dict[str, Any]) -> tuple[bool, Problem | None]:
+        """Clear what dead runs left on this node; return whether it has GPUs, and what of the
+        `needs` of a stack it does not have."""
         await asyncio.to_thread(_clear_dead_parts)
-        problem = None if needs is None else await asyncio.to_thread(find_problem, needs)
-        return {"gpus": preset.list_gpus(), "pid": os.getpid(), "problem": problem}
-
-    async def add_groups(self, groups: dict[str, bool]) -> None:
-        """Note groups with a bundle on this node, and whether other nodes have bundles of them,
-        too. Called before the groups are created."""
-        self._groups |= groups
+        return bool(preset.list_gpus()), await asyncio.to_thread(find_problem, needs)
 
     async def lease_ports(self, host: str) -> tuple[int, int, int]:
         """Choose the ports of rank 0 of a replica over several nodes: where the ranks meet, a
@@ -102,8 +94,8 @@ class Keeper:
         finally:
             admin.release()
 
-    async def start(self, fields: dict[str, Any], after: list[str]) -> dict[str, Any]:
-        """Start a stack; return its state when it is ready, or the error.
+    async def start(self, fields: dict[str, Any], after: list[str]) -> dict[str, Any] | None:
+        """Start a stack; return when it is ready, or with the error.
 
         `after` are stacks of a Keeper that died here: their GPUs must be free first."""
         spec = StackSpec.model_validate(fields)
@@ -111,14 +103,14 @@ class Keeper:
         task = asyncio.ensure_future(asyncio.to_thread(self._start, spec, after))
         self._starts.add(task)
         try:
-            running = await task
+            await task
         except RollwayError as error:
-            return {"error": error.as_json()}
+            return error.as_json()
         finally:
             self._starts.discard(task)
-        return {"state": msgspec.json.encode(running.state)}
+        return None
 
-    def _start(self, spec: StackSpec, after: list[str]) -> local.RunningStack:
+    def _start(self, spec: StackSpec, after: list[str]) -> None:
         was_cancelled = False
 
         def check(_: StackState) -> None:
@@ -128,23 +120,16 @@ class Keeper:
                 raise StartError("The start was cancelled.")
 
         _wait_until_gone(after)
-        running = self._running[spec.name] = local.start(spec, check, as_grandchild=True)
-        return running
+        self._running[spec.name] = local.start(spec, check, as_grandchild=True)
 
     async def wait_until_joinable(self, name: str) -> dict[str, Any]:
         """Return how to join a stack of this node, as soon as its services answer. Workers need
         no frontend to load their models."""
         while True:
             state = await asyncio.to_thread(StackDir(name).read)
-            if (
-                state is not None
-                and state.processes
-                and all(
-                    process.state == "ready"
-                    for process in state.processes
-                    if process.role == "service"
-                )
-            ):
+            known = [] if state is None else state.processes
+            services = {process.state for process in known if process.role == "service"}
+            if state is not None and known and services <= {"ready"}:
                 join = {**state.join_spec["join"], "secret": read_secret(state)}
                 return {**state.join_spec, "join": join}
             await asyncio.sleep(POLL_SECONDS)
@@ -159,9 +144,9 @@ class Keeper:
                 return str(error["message"]) if error else ""
             await asyncio.sleep(1.0)
 
-    async def read_states(self) -> list[bytes]:
+    async def read_states(self) -> list[StackState]:
         """Return the states of this run's stacks on this node."""
-        return [msgspec.json.encode(state) for state in await asyncio.to_thread(self._read)]
+        return await asyncio.to_thread(self._read)
 
     def _read(self) -> list[StackState]:
         states = (StackDir(name).read() for name in sorted(self._names))
@@ -169,48 +154,42 @@ class Keeper:
 
     async def replace(self, worker: Worker) -> bool:
         """Kill a worker that does not answer, if it is on this node, so that it restarts."""
-        stacks = [access.LocalAccess(name) for name in self._running]
+        stacks = [running.LocalAccess(name) for name in self._running]
         return any([await stack.replace_worker(worker) for stack in stacks])
 
     async def stop_rank(self, name: str, process: str) -> bool:
-        return await asyncio.to_thread(access.stop_rank, name, process)
+        return await asyncio.to_thread(running.stop_rank, name, process)
 
     async def release_rank(self, name: str, process: str) -> None:
-        await asyncio.to_thread(access.release_rank, name, process)
+        await asyncio.to_thread(running.release_rank, name, process)
 
-    async def read_log(self, process: str, lines: int) -> list[str] | None:
-        """Return the last lines of a log; None if this node does not have it."""
-        path = await asyncio.to_thread(self._find_log, process)
-        return None if path is None else await asyncio.to_thread(logs.tail, path, lines)
+    async def read_log(self, process: str, lines: int, reader: str) -> list[str] | None:
+        """Return the last lines of a log; at the next calls of a `reader` what is new. None if this
+        node does not have it."""
+        return await asyncio.to_thread(self._read_log, process, lines, reader)
 
-    async def follow_log(self, process: str, lines: int, reader: str) -> list[str] | None:
-        """Return the last lines at the first call of a reader, and what is new at the next ones."""
-        key = process, reader
-        if key not in self._followers:
-            path = await asyncio.to_thread(self._find_log, process)
-            if path is None:
-                return None
-            self._followers[key] = logs.Follower(path, lines)
-            while len(self._followers) > _MAX_FOLLOWERS:  # readers that were killed
+    def _read_log(self, process: str, lines: int, reader: str) -> list[str] | None:
+        if reader not in self._followers:
+            paths = (Path(state.log_dir) / f"{process}.log" for state in self._read())
+            path = next(filter(Path.is_file, paths), None)
+            if path is None or not reader:
+                return None if path is None else logs.tail(path, lines)
+            self._followers[reader] = logs.LogFollower(path, lines)
+            while len(self._followers) > _MAX_FOLLOWERS:  # readers that have ended
                 self._followers.pop(next(iter(self._followers))).close()
-        return await asyncio.to_thread(self._followers[key].read)
+        return self._followers[reader].read()
 
-    async def read_record(self, known: dict[str, int], own: frozenset[str]) -> Pieces:
+    async def read_record(
+        self, known: dict[str, dict[str, int]], own: frozenset[str]
+    ) -> dict[str, bytes]:
         """Return what this node has recorded of the run and the reader does not have."""
-        return await asyncio.to_thread(self._read_record, known, own)
+        import ray
 
-    def _read_record(self, known: dict[str, int], own: frozenset[str]) -> Pieces:
-        for state in self._read():
-            if (directory := find_record_dir(state)) is not None:
-                return read_record(directory, known, own)
+        node = ray.get_runtime_context().get_node_id()
+        for state in await asyncio.to_thread(self._read):
+            if (directory := find_record_dir(state)) is not None:  # all parts of a run have one
+                return await asyncio.to_thread(read_record, directory, known.get(node, {}), own)
         return {}
-
-    def _find_log(self, process: str) -> Path | None:
-        for state in self._read() if is_plain_name(process) else ():
-            path = Path(state.log_dir) / f"{process}.log"
-            if path.is_file():
-                return path
-        return None
 
     async def stop_part(self, name: str) -> None:
         """Stop one stack of this node."""
@@ -229,21 +208,35 @@ class Keeper:
             self._ports.release()
 
     def _remove_groups(self) -> None:
-        """Free the groups of this node; a group of several nodes after all of them have stopped."""
+        """Free the groups of the run, when all Keepers have stopped: the first of those that live
+        waits for the others."""
         import ray
 
-        cluster.remove_groups([name for name, is_shared in self._groups.items() if not is_shared])
-        shared = [name for name, is_shared in self._groups.items() if is_shared]
-        deadline = time.monotonic() + _END_SECONDS
-        while shared and time.monotonic() < deadline:
+        prefix = cluster.get_part_name(self._run_id, "node-")
+        while True:
             names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
-            keepers = sorted(n for n in names if n.startswith(f"rollway/{self._run_id}/node-"))
+            keepers = sorted(name for name in names if name.startswith(prefix))
             if keepers[:1] != [self._name]:
-                return  # the first of those that live waits for the others
+                return
             if len(keepers) == 1:
-                break
+                groups.remove_run(self._run_id)
+                return
             time.sleep(POLL_SECONDS)
-        cluster.remove_groups(shared)
+
+
+def read_record(directory: Path, known: dict[str, int], own: frozenset[str]) -> dict[str, bytes]:
+    """Return what files of a record have beyond the `known` bytes, except the reader's `own`."""
+    pieces: dict[str, bytes] = {}
+    room = LARGEST_PIECE
+    for path in sorted(directory.glob("*.jsonl")):
+        if path.name in own or path.name.startswith(COPY_PREFIX) or path.is_symlink():
+            continue
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(known.get(path.name, 0))
+            if data := file.read(room):
+                pieces[path.name] = data
+                room -= len(data)
+    return pieces
 
 
 def _show_gpus() -> None:

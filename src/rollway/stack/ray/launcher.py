@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from rollway import private
-from rollway.config import StackSpec, is_loopback
+from rollway import private_files
 from rollway.errors import (
     SpecError,
     StackNotRunning,
@@ -29,26 +28,18 @@ from rollway.errors import (
     UsageError,
     restore_error,
 )
+from rollway.spec import StackSpec, is_loopback
 from rollway.stack import local
-from rollway.stack.ray import cluster
-from rollway.stack.ray.access import RayAccess, make_gone_error
-from rollway.stack.ray.connection import (
-    connect,
-    find_address,
-    get_address,
-    get_environment_address,
-    is_same_address,
-    list_own_clusters,
-)
+from rollway.stack.ray import cluster, groups
+from rollway.stack.ray.head_client import RayAccess, make_gone_error
 from rollway.stack.ray.node_check import check_runtime_envs, get_python, make_import_error
-from rollway.stack.ray.placement import NodeInfo, Placement, check_ranks, plan_placement
-from rollway.stack.ray.witness import create_witness
+from rollway.stack.ray.placement import Placement, check_ranks, plan_placement
 from rollway.stack.state import StackState, home, make_home
 
 Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 1.0
-"""How often a start reads the state of all nodes; what it shows in between is as old as that."""
+"""How often a start reads the state of all nodes."""
 _NAME_SECONDS = 60.0
 _STOP_SECONDS = 90.0
 """What a stop may take beyond the stop time of the stack."""
@@ -61,7 +52,7 @@ class RayStack:
         self.access = access
         self.state = state
         self._connection = connection
-        self._address = get_address()
+        self._address = cluster.get_address()
 
     def detach(self) -> None:
         """Leave the stack running when this process ends."""
@@ -72,7 +63,7 @@ class RayStack:
         """Stop the stack; return when nothing of it is left."""
         try:
             # The user may have closed the connection since, or opened another.
-            with connect(self._address):
+            with cluster.connect(self._address):
                 _stop(self.access, self.state.stop_seconds, progress)
         finally:
             self.close()
@@ -96,19 +87,19 @@ def start(
     On failure, and on KeyboardInterrupt, everything that has started is stopped first. A caller
     that has placed the replicas itself gives the `placement`."""
     with ExitStack() as connection:
-        connection.enter_context(connect(spec.ray.address))
-        cluster.clear_leftovers()
-        nodes = cluster.read_nodes()
-        placement = placement or plan_placement(spec, nodes)
-        _check_placement(spec, placement, nodes)
-        witness, access = create_witness(), None
+        connection.enter_context(cluster.connect(spec.ray.address))
+        import ray
+
+        groups.clear_leftovers()
+        placement, _ = plan(spec, placement)
+        witness, access = cluster.create_witness(), None
         try:
             head = _create_head(spec, placement, witness)
             _remember(spec)
             access = RayAccess(head, spec.name, spec.ray.namespace, witness)
             state = _wait_until_ready(access, progress)
         except BaseException:
-            _kill(witness)  # the Head, if there is one, then stops: its owner is gone
+            ray.kill(witness)  # the Head, if there is one, then stops: its owner is gone
             if access is not None:
                 _stop(access, spec.stop_seconds, progress)
             raise
@@ -117,21 +108,18 @@ def start(
         return RayStack(access, state, connection.pop_all())
 
 
-def plan(spec: StackSpec) -> tuple[Placement, list[NodeInfo]]:
-    """Return where the stack would run now; refuse what `start` would refuse before it starts."""
-    with connect(spec.ray.address):
-        nodes = cluster.read_nodes()
-        placement = plan_placement(spec, nodes)
-        _check_placement(spec, placement, nodes)
-        return placement, nodes
-
-
-def _check_placement(spec: StackSpec, placement: Placement, nodes: list[NodeInfo]) -> None:
-    """Refuse what cannot work on any nodes; `node_check` looks at those of the plan."""
+def plan(
+    spec: StackSpec, placement: Placement | None = None
+) -> tuple[Placement, list[cluster.NodeInfo]]:
+    """Return where the stack would run now, and the nodes; refuse what cannot work on any nodes.
+    `node_check` looks at those of the plan."""
     check_ranks(spec)
     check_runtime_envs(spec)
     get_python(spec)
-    used = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
+    with cluster.connect(spec.ray.address):
+        nodes = cluster.read_nodes()
+    placement = placement or plan_placement(spec, nodes)
+    used = placement.nodes
     if len(used) > 1 and any(model.engine == "mocker" for model in spec.models):
         raise SpecError(
             "Mockers run on one node only: no listing shows which stack a mocker belongs to.",
@@ -146,6 +134,7 @@ def _check_placement(spec: StackSpec, placement: Placement, nodes: list[NodeInfo
                     "would look for on itself.",
                     "Give an address that all nodes reach, or leave it out: Rollway starts one.",
                 )
+    return placement, nodes
 
 
 def _create_head(spec: StackSpec, placement: Placement, witness: Any) -> Any:
@@ -197,30 +186,22 @@ def _wait_until_ready(access: RayAccess, progress: Progress | None) -> StackStat
     import ray
 
     ready = access.head.wait_until_ready.remote()
-    state, read_at = None, float("-inf")
-    while True:
-        done, _ = ray.wait([ready], timeout=_POLL_SECONDS)
-        if done:
-            try:
-                error = ray.get(ready)
-            except ray.exceptions.RayActorError as gone:
-                unable = make_import_error(gone, "The node of the services")
-                raise unable or make_gone_error(access.name, gone) from None
-            if error is not None:
-                raise restore_error(error)
-        if progress is None and not done:
-            continue  # a look would cost every node CPU time, which its engines need now
-        try:
-            if done or state is None or time.monotonic() - read_at > _STATE_SECONDS:
-                state, read_at = access.read_state(), time.monotonic()
-        except StackNotRunning:
-            if done:
-                raise
-            continue  # the Head has died, and `ready` is about to say why
+    while not ray.wait([ready], timeout=_STATE_SECONDS)[0]:
+        # Only for a reader: a look costs every node CPU time, which its engines need now.
         if progress is not None:
-            progress(state)
-        if done:
-            return state
+            with contextlib.suppress(StackNotRunning):  # the next turn says why
+                progress(access.read_state())
+    try:
+        error = ray.get(ready)
+    except ray.exceptions.RayActorError as gone:
+        unable = make_import_error(gone, "The node of the services")
+        raise unable or make_gone_error(access.name, gone) from None
+    if error is not None:
+        raise restore_error(error)
+    state = access.read_state()
+    if progress is not None:
+        progress(state)
+    return state
 
 
 # --- find and stop -------------------------------------------------------------------------------
@@ -235,27 +216,31 @@ def _get_place(namespace: str, name: str) -> Path:
 def _remember(spec: StackSpec) -> None:
     # Without it, for example on a full disk, the stack is found by the address of its cluster.
     with contextlib.suppress(OSError, StartError):
-        private.make_directory(make_home() / "ray")
+        private_files.make_directory(make_home() / "ray")
         place = _get_place(spec.ray.namespace, spec.name)
-        private.replace_file(place, get_address().encode())
+        private_files.replace_file(place, cluster.get_address().encode())
 
 
 def _choose_clusters(address: str | None, namespace: str = "") -> list[str | None]:
     """Return the clusters to ask about stacks: the one that the user has named or connected this
     process to (None); without, those of this user where, by their places, stacks run."""
     ray = sys.modules.get("ray")
-    if address or get_environment_address() or (ray is not None and ray.is_initialized()):
+    if address or cluster.get_environment_address() or (ray is not None and ray.is_initialized()):
         return [address] if importlib.util.find_spec("ray") else []
     places = []
     for place in (home() / "ray").glob("*"):
         with contextlib.suppress(OSError, ValueError):
-            places.append(private.read_file(place, 1000).decode())
+            places.append(private_files.read_file(place, 1000).decode())
     # The port of a cluster that has ended may be another user's by now.
-    own = list_own_clusters() if places else []
+    own = cluster.list_own_clusters() if places else []
     known: list[str | None] = [
-        cluster for cluster in own if any(is_same_address(cluster, place) for place in places)
+        address
+        for address in own
+        if any(cluster.is_same_address(address, place) for place in places)
     ]
-    return known or ([find_address()] if namespace else [])  # NAMESPACE/NAME is on Ray alone
+    return known or (
+        [cluster.find_address()] if namespace else []
+    )  # NAMESPACE/NAME is on Ray alone
 
 
 def may_reach_cluster() -> bool:
@@ -288,7 +273,7 @@ def find(target: str, address: str | None = None) -> RayStack | None:
     namespace, _, name = target.rpartition("/")
     for place in _choose_clusters(address, namespace):
         with ExitStack() as connection, contextlib.suppress(StackNotRunning):
-            connection.enter_context(connect(place))
+            connection.enter_context(cluster.connect(place))
             access = RayAccess(cluster.find_head(name, namespace or None), name, namespace)
             state = access.read_state()
             access.namespace = state.ray_namespace  # later it finds no other stack of this name
@@ -300,7 +285,7 @@ def list_stacks(address: str | None = None) -> list[StackState]:
     """Return the states of all stacks of the cluster."""
     states = []
     for place in _choose_clusters(address):
-        with connect(place):
+        with cluster.connect(place):
             for namespace, name in cluster.list_heads():
                 head = cluster.find_head(name, namespace)
                 with contextlib.suppress(StackNotRunning):
@@ -308,13 +293,11 @@ def list_stacks(address: str | None = None) -> list[StackState]:
     return states
 
 
-def clear_leftovers(address: str | None = None) -> list[str]:
-    """Remove what dead runs have left in the cluster; return the names of their groups."""
-    groups = []
+def clear_leftovers(address: str | None = None) -> None:
+    """Remove what dead runs have left in the cluster."""
     for place in _choose_clusters(address):
-        with connect(place):
-            groups += cluster.clear_leftovers()
-    return groups
+        with cluster.connect(place):
+            groups.clear_leftovers()
 
 
 def follow_log(stack: RayStack, process: str, lines: int) -> Iterator[str]:
@@ -322,10 +305,10 @@ def follow_log(stack: RayStack, process: str, lines: int) -> Iterator[str]:
     reader = secrets.token_hex(4)
     while True:
         try:
-            new = stack.access.call("read_log", process, lines, reader)
+            new = stack.access.read_log(process, lines, reader)
         except StackNotRunning:
             return
-        yield from new or ()
+        yield from new
         if not new:
             time.sleep(_POLL_SECONDS)
 
@@ -335,31 +318,23 @@ def _stop(access: RayAccess, stop_seconds: float, progress: Progress | None) -> 
 
     with contextlib.suppress(OSError):
         _get_place(access.namespace, access.name).unlink()
-    freed: list[str] = []
     try:
         head = access.head
         stopped = head.stop.remote()
         deadline = time.monotonic() + stop_seconds + _STOP_SECONDS
-        while time.monotonic() < deadline:
-            done, _ = ray.wait([stopped], timeout=_POLL_SECONDS)
-            if done:
-                freed = ray.get(stopped)
-                break
+        while not ray.wait([stopped], timeout=_POLL_SECONDS)[0] and time.monotonic() < deadline:
             if progress is not None:
                 progress(access.read_state())
+        freed = ray.get(stopped, timeout=0)
     except (ray.exceptions.RayActorError, StackNotRunning):
         # It has ended by itself, after it had cleared up, or with its node and all Keepers.
-        cluster.clear_leftovers()
+        groups.clear_leftovers()
         return
+    except ray.exceptions.GetTimeoutError:
+        freed = []
     # Its work is done; its name and the resources are to be free when this returns.
-    _kill(head)
-    cluster.wait_until_free(freed)
+    ray.kill(head)
+    groups.wait_until_free(freed)
     deadline = time.monotonic() + _POLL_SECONDS * 30
-    while cluster.is_alive(head) and time.monotonic() < deadline:
+    while cluster.find_head(access.name, access.namespace) and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def _kill(actor: Any) -> None:
-    import ray
-
-    ray.kill(actor)

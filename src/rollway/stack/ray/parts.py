@@ -8,16 +8,20 @@ has the services and the frontend.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from rollway.config import StackSpec
-from rollway.errors import RollwayError, StartError, restore_error
-from rollway.ranks import PlacedWorker
+from rollway.errors import StartError, restore_error
+from rollway.model_spec import PlacedWorker
+from rollway.spec import StackSpec
 from rollway.stack.commands import WILDCARDS
+from rollway.stack.locks import FIRST, Lease
+from rollway.stack.plan import plan_stack
 from rollway.stack.ray import cluster
+from rollway.stack.ray.cluster import NodeInfo
 from rollway.stack.ray.groups import Groups
 from rollway.stack.ray.keeper import Keeper
 from rollway.stack.ray.node_check import get_python, list_needs, make_import_error
@@ -40,9 +44,6 @@ class Part:
     def shares_replica(self) -> bool:
         return any(len(place.ranks) > 1 for place, _ in self.workers)
 
-    def describe(self, addresses: Mapping[str, str]) -> str:
-        return f"node {addresses.get(self.node, '?')} ({self.node[:8]})"
-
 
 class Parts:
     """Creates Keepers and parts, with their groups; remembers all of them."""
@@ -55,71 +56,36 @@ class Parts:
         """The Keeper of each node that has one, or is about to have one."""
         self.parts: dict[int, Part] = {}
         self.addresses: dict[str, str] = {}
-        self.steps: dict[str, float] = {}
-        """The seconds after which each step of the start was done."""
         self._head = head
         self._has_gpus: dict[str, bool] = {}
-        self._join: dict[str, Any] = {}
+        self.join: dict[str, Any] = {}
+        """How parts join the first, as soon as its services answer."""
+        self._needs = list_needs(spec)
         self._next_part = 0
         self._next_keeper = 0
-        self._rendezvous: dict[ReplicaPlace, asyncio.Future[tuple[int, int, int]]] = {}
         self._is_spread = False
+        self._rendezvous: dict[ReplicaPlace, asyncio.Future[tuple[int, int, int]]] = {}
 
     # --- start -----------------------------------------------------------------------------------
 
     async def start(self, placement: Placement) -> None:
         """Create everything; return when all workers are ready."""
-        self.read_addresses()
-        nodes = {placement.services, *(r.node for p in placement.replicas for r in p.ranks)}
-        self._is_spread = len(self.addresses) > 1
-        began = time.monotonic()
-        bundles = self.groups.record_bundles(placement.replicas, placement.services)
-        needs = {
-            node: list_needs(
-                self.spec, runs_services=node == placement.services, is_spread=len(nodes) > 1
-            )
-            # The services' Keeper is `node-0`; the ids of nodes are random.
-            for node in sorted(nodes, key=lambda node: (node != placement.services, node))
-        }
-        # Ray has registered the Keepers, which know their groups, before it hears of the groups.
-        # Their processes start while Ray reserves.
-        keepers = {node: self._create_keeper(node) for node in needs}
-        groups = asyncio.ensure_future(self.groups.create(bundles))
+        parts = await self._prepare(placement.replicas, placement.services)
+        fields = self.get_services_fields(placement)
+        starts = [asyncio.ensure_future(self.launch(parts[0], fields))]
         try:
-            checks = (self._examine(n, keepers[n], need) for n, need in needs.items())
-            await asyncio.gather(*checks)
-            self.steps["keepers"] = time.monotonic() - began
-            await self.groups.read_gpus(placement.replicas, await groups, self._has_gpus)
+            await self._learn_join(parts[0], starts[0])
+            starts += [asyncio.ensure_future(self.launch(part)) for part in parts[1:]]
+            await asyncio.gather(*starts)
         finally:
-            groups.cancel()
-        self.steps["groups"] = time.monotonic() - began
-        parts = self._divide(placement.replicas, services=placement.services)
-        is_on_one_node = len(nodes) == 1
-        first = asyncio.ensure_future(
-            self._start_part(parts[0], {} if is_on_one_node else {"discovery": "etcd"})
-        )
-        rest: list[Any] = []
-        try:
-            if len(parts) > 1:
-                await self._learn_join(parts[0], first)
-                self.steps["services"] = time.monotonic() - began
-                rest = [asyncio.ensure_future(self._start_part(p, self._join)) for p in parts[1:]]
-            await asyncio.gather(first, *rest)
-        finally:
-            for task in (first, *rest):
+            for task in starts:
                 task.cancel()
 
     async def add(self, replicas: Sequence[ReplicaPlace]) -> list[Part]:
         """Start parts for replicas that were placed again; return them, or leave nothing."""
-        self.read_addresses()
-        nodes = {rank.node for place in replicas for rank in place.ranks}
-        missing = sorted(nodes - self.keepers.keys())
-        needs = list_needs(self.spec, runs_services=False, is_spread=True)
-        await asyncio.gather(*(self.create_keeper(node, needs) for node in missing))
         parts: list[Part] = []
         try:
-            await self._reserve(replicas)
-            parts = self._divide(replicas)
+            parts = await self._prepare(replicas)
             # All starts must have ended before any is stopped.
             starts = (self.launch(part) for part in parts)
             for result in await asyncio.gather(*starts, return_exceptions=True):
@@ -129,6 +95,26 @@ class Parts:
             await self.remove(parts, replicas)
             raise
         return parts
+
+    async def _prepare(
+        self, replicas: Sequence[ReplicaPlace], services: str | None = None
+    ) -> list[Part]:
+        """Have Keepers on all nodes, and Ray hold the resources; return the parts to start."""
+        self.note_nodes(cluster.read_nodes())
+        nodes = {rank.node for place in replicas for rank in place.ranks}
+        # The services' Keeper is `node-0`; the ids of nodes are random.
+        first = [services] if services is not None else []
+        missing = [*first, *sorted(nodes - self.keepers.keys() - {*first})]
+        # Ray has registered the Keepers, which free the groups if the Head dies, before it hears of
+        # the groups. Their processes start while Ray reserves.
+        checks = [self.create_keeper(node) for node in missing]
+        groups = asyncio.ensure_future(self.groups.create(replicas, services))
+        try:
+            await asyncio.gather(*checks)
+            await self.groups.read_gpus(replicas, await groups, self._has_gpus)
+        finally:
+            groups.cancel()
+        return self.divide(replicas, services)
 
     async def remove(self, parts: Sequence[Part], replicas: Sequence[ReplicaPlace]) -> None:
         """Stop parts, then free the groups of these replicas."""
@@ -145,34 +131,36 @@ class Parts:
         del self.parts[part.number]
         return self._make_part(part.node, list(part.workers))
 
-    async def launch(self, part: Part, after: Sequence[str] = ()) -> None:
-        """Start a part that joins the first, once the stacks `after` are gone from its node."""
-        await self._start_part(part, self._join, after)
-
     async def _learn_join(self, first: Part, start: asyncio.Future[None]) -> None:
         """Wait until the other parts can join; raise the error of the first part's start."""
         keeper = self.keepers[first.node]
-        join = asyncio.ensure_future(
-            cluster.get_result(keeper.wait_until_joinable.remote(first.name))
-        )
+        join = asyncio.ensure_future(keeper.wait_until_joinable.remote(first.name))
         await asyncio.wait({join, start}, return_when=asyncio.FIRST_COMPLETED)
         if not join.done():
             await start
-        self._join = await join
+        self.join = await join
 
-    def read_addresses(self) -> None:
-        self.addresses = {node.id: node.address for node in cluster.read_nodes()}
+    def note_nodes(self, nodes: Sequence[NodeInfo]) -> None:
+        """Learn the addresses of the living nodes."""
+        self.addresses = {node.id: node.address for node in nodes}
+        # Also after all nodes but one were lost: another may come.
+        self._is_spread = self._is_spread or len(nodes) > 1
 
-    def _name_node(self, node: str) -> str:
-        return f"{self.addresses.get(node, '?')} ({node[:8]})"
+    def describe(self, node: str) -> str:
+        return f"node {self.addresses.get(node, '?')} ({node[:8]})"
 
     # --- keepers ---------------------------------------------------------------------------------
 
-    async def create_keeper(self, node: str, needs: dict[str, Any] | None = None) -> None:
-        """Create the Keeper of a node, and learn what it finds there."""
-        await self._examine(node, self._create_keeper(node), needs)
+    async def ask_keepers(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Return the answers of all Keepers that answer, by their nodes; one may be lost."""
+        keepers = dict(self.keepers)
+        calls = [getattr(keeper, method).remote(*arguments) for keeper in keepers.values()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        pairs = zip(keepers, answers, strict=True)
+        return {node: answer for node, answer in pairs if not isinstance(answer, BaseException)}
 
-    def _create_keeper(self, node: str) -> Any:
+    def create_keeper(self, node: str) -> Coroutine[Any, Any, None]:
+        """Create the Keeper of a node; return what learns what it finds there."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -186,27 +174,24 @@ class Parts:
             max_concurrency=1000,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        groups = self.groups.list_on(node)  # also those of a Keeper that died here
-        keeper = self.keepers[node] = options.remote(self.run_id, name, self._head, groups)
-        return keeper
+        keeper = self.keepers[node] = options.remote(self.run_id, name, self._head)
+        return self.examine(node, keeper)
 
-    async def _examine(self, node: str, keeper: Any, needs: dict[str, Any] | None) -> None:
-        """Learn what a new Keeper finds; raise StartError if its node lacks what is needed."""
+    async def examine(self, node: str, keeper: Any) -> None:
+        """Learn what a Keeper finds; raise StartError if its node lacks what is needed."""
         import ray
 
+        where = self.describe(node).capitalize()
+        problem = None
         try:
-            facts = await keeper.examine.remote(needs)
+            self._has_gpus[node], problem = await keeper.examine.remote(self._needs)
         except ray.exceptions.RayError as error:  # it has gone, or is too new for Ray to use it
             self._drop_keeper(node, keeper)
-            if (cause := make_import_error(error, f"Node {self._name_node(node)}")) is not None:
-                raise cause from None
-            raise
-        self._has_gpus[node] = bool(facts["gpus"])
-        if facts["problem"] is not None:
+            raise make_import_error(error, where) or error from None
+        if problem is not None:
             # Another attempt is to look again, and meanwhile this Keeper has nothing to do.
             self._drop_keeper(node, keeper)
-            message, hint = facts["problem"]
-            raise StartError(f"Node {self._name_node(node)}: {message}", hint)
+            raise StartError(f"{where}: {problem[0]}", problem[1])
 
     def _drop_keeper(self, node: str, keeper: Any) -> None:
         import ray
@@ -215,17 +200,9 @@ class Parts:
             del self.keepers[node]
         ray.kill(keeper)
 
-    async def _reserve(self, replicas: Sequence[ReplicaPlace]) -> None:
-        """Have Ray hold the resources of these replicas, and read which GPUs it chose."""
-        bundles = self.groups.record_bundles(replicas)
-        nodes = {node for ranks in bundles.values() for node, _ in ranks}
-        adds = (self.keepers[n].add_groups.remote(self.groups.list_on(n)) for n in nodes)
-        await asyncio.gather(*map(cluster.get_result, adds))
-        await self.groups.read_gpus(replicas, await self.groups.create(bundles), self._has_gpus)
-
     # --- parts -----------------------------------------------------------------------------------
 
-    def _divide(self, replicas: Sequence[ReplicaPlace], services: str | None = None) -> list[Part]:
+    def divide(self, replicas: Sequence[ReplicaPlace], services: str | None = None) -> list[Part]:
         """Make the parts of these replicas; that of the services is the first."""
         whole: dict[str, list[tuple[ReplicaPlace, RankPlace]]] = {}
         if services is not None:
@@ -246,59 +223,69 @@ class Parts:
         part = self.parts[number] = Part(number, name, node, workers)
         return part
 
-    async def _start_part(
-        self, part: Part, fields: Mapping[str, Any], after: Sequence[str] = ()
-    ) -> None:
-        keeper = self.keepers[part.node]
-        spec = self._make_spec(part, fields, await self._place(part))
-        answer = await keeper.start.remote(spec, list(after))
-        if "error" in answer:
-            raise _locate_error(answer["error"], part.describe(self.addresses))
+    def get_services_fields(self, placement: Placement) -> dict[str, Any]:
+        """Return what the spec of the first part has instead of a stack to join."""
+        # A directory is not watched from another machine.
+        return {} if len(placement.nodes) == 1 else {"discovery": "etcd"}
 
-    async def _place(self, part: Part) -> list[dict[str, Any]]:
-        """Return the workers of a part as the spec's `placed` has them."""
-        placed = []
-        for place, rank in part.workers:
-            worker = PlacedWorker(
+    async def launch(
+        self, part: Part, fields: Mapping[str, Any] | None = None, after: Sequence[str] = ()
+    ) -> None:
+        """Start a part, which joins the first unless it has other `fields`, once the stacks `after`
+        are gone from its node."""
+        shared = [place for place, _ in part.workers if len(place.ranks) > 1]
+        spec = self.make_spec(
+            part,
+            self.join if fields is None else fields,
+            {place: await self._choose_rendezvous(place) for place in shared},
+        )
+        error = await self.keepers[part.node].start.remote(spec, list(after))
+        if error is not None:
+            message = f"On {self.describe(part.node)}: {error['message']}"
+            raise restore_error({**error, "message": message})
+
+    async def _choose_rendezvous(self, place: ReplicaPlace) -> dict[str, Any]:
+        """Return the rendezvous of a replica's ranks; it is the same for all of them."""
+        node = place.ranks[0].node
+        if place not in self._rendezvous:
+            lease = self.keepers[node].lease_ports.remote(self.addresses[node])
+            self._rendezvous[place] = asyncio.ensure_future(lease)
+        return make_rendezvous(self.addresses[node], *await self._rendezvous[place])
+
+    def make_spec(
+        self,
+        part: Part,
+        fields: Mapping[str, Any],
+        rendezvous: Mapping[ReplicaPlace, Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        """Return the spec of a part's own stack."""
+        placed = [
+            PlacedWorker(
                 model=place.model,
                 replica=place.replica,
                 role=place.role,
                 gpus=self.groups.get_gpus(place, rank),
                 node_rank=rank.node_rank,
                 nodes=len(place.ranks),
-                **await self._choose_rendezvous(place),
-            )
-            placed.append(worker.model_dump(mode="json"))
-        return placed
-
-    async def _choose_rendezvous(self, place: ReplicaPlace) -> dict[str, Any]:
-        """Return the rendezvous of a replica's ranks; it is the same for all of them."""
-        if len(place.ranks) == 1:
-            return {}
-        if place not in self._rendezvous:
-            node = place.ranks[0].node
-            self._rendezvous[place] = asyncio.ensure_future(
-                cluster.get_result(self.keepers[node].lease_ports.remote(self.addresses[node]))
-            )
-        master, rpc, admin = await self._rendezvous[place]
-        host = self.addresses[place.ranks[0].node]
-        return {"master": f"{host}:{master}", "rpc_port": rpc, "admin_port": admin}
-
-    def _make_spec(
-        self, part: Part, fields: Mapping[str, Any], placed: list[dict[str, Any]]
-    ) -> dict[str, Any]:
+                **rendezvous.get(place, {}),
+            ).model_dump(mode="json")
+            for place, rank in part.workers
+        ]
         own = self.spec.model_dump(mode="json", exclude={"launcher", "ray", "placed", "join"})
         own |= {**fields, "name": part.name, "placed": placed, "python": get_python(self.spec)}
         own["observe"]["part_of"] = f"{self.spec.name}/{self.run_id}"
         if self._is_spread:
             address = self.addresses[part.node]
             own["admin_host"] = choose_host(self.spec.admin_host, address)
-            own["frontend"] = {
-                **own["frontend"], "host": choose_host(self.spec.frontend.host, address)
-            }  # fmt: skip
+            own["frontend"]["host"] = choose_host(self.spec.frontend.host, address)
         if self.spec.log_dir is not None and part.number != SERVICES:
             own["log_dir"] = str(self.spec.log_dir / f"node-{part.number}")
         return own
+
+
+def make_rendezvous(host: str, master: int, rpc: int, admin: int) -> dict[str, Any]:
+    """Return where the ranks of a replica over several nodes meet: on the node of rank 0."""
+    return {"master": f"{host}:{master}", "rpc_port": rpc, "admin_port": admin}
 
 
 def choose_host(requested: str, address: str) -> str:
@@ -306,6 +293,62 @@ def choose_host(requested: str, address: str) -> str:
     return address if requested in ("127.0.0.1", "localhost", *WILDCARDS) else requested
 
 
-def _locate_error(error: Mapping[str, Any], where: str) -> RollwayError:
-    """Restore the error of a part's start, with its node."""
-    return restore_error({**error, "message": f"On {where}: {error['message']}"})
+# --- `rollway up --on ray --dry-run` -------------------------------------------------------------
+
+
+class _ExamplePorts(Lease):
+    """Numbers ports from the first one that a node would use; reserves nothing here."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count(FIRST)
+
+    def reserve_port(self, wanted: int, host: str, what: str) -> int:
+        return wanted or next(self._next)
+
+
+def plan_processes(
+    spec: StackSpec, placement: Placement, nodes: Sequence[NodeInfo]
+) -> list[dict[str, Any]]:
+    """Return all processes of a stack that is placed on these nodes, as JSON has them: node, GPUs
+    and command. Ports are examples, because each node reserves its own, and so is the namespace;
+    GPUs are counted, because Ray assigns them."""
+    run_id, run_dir = "0" * 16, Path("/tmp/rollway-dry-run")
+    parts, ports = Parts(spec, run_id, None), _ExamplePorts()
+    parts.note_nodes(nodes)
+    rendezvous = {
+        place: make_rendezvous(
+            parts.addresses[place.ranks[0].node],
+            *(ports.reserve_port(0, "", "") for _ in range(3)),
+        )
+        for place in placement.replicas
+        if len(place.ranks) > 1
+    }
+    fields = parts.get_services_fields(placement)
+    rows = []
+    for part in parts.divide(placement.replicas, services=placement.services):
+        plan = plan_stack(
+            StackSpec.model_validate(parts.make_spec(part, fields, rendezvous)),
+            run_id=run_id,
+            run_dir=run_dir,
+            log_dir=run_dir,
+            ports=ports,
+            find_program=lambda name, _: name,  # it is looked for on the node
+        )
+        fields = fields | plan.join_spec
+        gpus = {(place.model, place.role, place.replica): rank.gpus for place, rank in part.workers}
+        for process in plan.processes:
+            placed = process.placed
+            key = placed and (placed.model, placed.role, placed.replica)
+            rows.append({
+                "process": process.name,
+                "model": process.model or "",
+                "role": placed.role if placed else "",
+                "replica": placed.replica if placed else None,
+                "rank": placed.node_rank if placed else None,
+                "node": part.node,
+                "address": parts.addresses[part.node],
+                "gpus": gpus[key] if key else 0.0,
+                "argv": process.argv,
+                "env": process.env,
+            })  # fmt: skip
+    return rows

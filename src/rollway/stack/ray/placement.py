@@ -1,43 +1,32 @@
 """Place the replicas of a stack on the nodes of a cluster. Pure: nothing here talks to Ray.
 
-    spec ──list_pools──► replicas and their ranks ─┐
+    spec ── replicas and their ranks ──────────────┐
                                                    ├─► plan_placement ──► Placement: the node of the
     nodes (free CPUs, GPUs, labels, head) ─────────┘                      services, and of each rank
 
 - A node may be used if it has the labels of `ray.labels`, and is not the head with `head: avoid`.
-- Every rank reserves `ray.cpus` and `ray.gpus`. The services and the frontend reserve `ray.cpus`
-  once, on the head node if it may be used: the cluster does not survive the head anyway.
-- A replica is whole on one node if that is possible, else spread evenly over as few nodes as
-  possible. Replicas fill nodes before they open new ones, so that whole nodes stay free for others.
+- Every rank reserves `ray.cpus` and `ray.gpus`, so a node is one number: the ranks it has room for.
+  The services and the frontend reserve `ray.cpus` once, where they take no room from a rank; on the
+  head node if there is a choice: the cluster does not survive the head anyway.
+- The largest replicas choose first. A replica is whole on one node if that is possible, else spread
+  evenly over as few nodes as possible; of several nodes it takes those that it fills best, so that
+  whole nodes stay free for others. No choice is taken back.
 - The same nodes and the same spec give the same placement.
 """
 
 from __future__ import annotations
 
-import contextlib
+import heapq
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollway.config import StackSpec
 from rollway.errors import PlacementError, SpecError
-from rollway.model_spec import ModelSpec
-from rollway.ranks import LAUNCH_ARGS, RaySpec, normalise_option
-from rollway.stack.ray.packing import SearchLimit, Shape, list_splits, pack
+from rollway.model_spec import LAUNCH_ARGS, normalise_option
+from rollway.spec import RaySpec, StackSpec
+from rollway.stack.ray.cluster import NodeInfo
 
 _EPSILON = 1e-6  # Ray counts in steps of 0.0001, which sums of floats miss
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """A node of the cluster, with what is free on it."""
-
-    id: str
-    address: str
-    is_head: bool
-    cpus: float
-    gpus: float
-    labels: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +62,31 @@ class Placement:
     """The id of the node of the frontend and the services."""
     replicas: tuple[ReplicaPlace, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class WaitingReplica:
-    """A replica that has no room at the moment."""
-
-    place: ReplicaPlace
-    """Where it ran."""
-    reason: str
+    @property
+    def nodes(self) -> set[str]:
+        """The ids of all nodes that it uses."""
+        return {self.services, *(rank.node for place in self.replicas for rank in place.ranks)}
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """Replicas of one model that are alike."""
+class _Replica:
+    """A replica that needs a place."""
 
+    model: str
     role: str
-    replicas: int
+    number: int
     ranks: int
     engine_ranks: int
     """The ranks of one data-parallel engine."""
 
-
-def list_pools(model: ModelSpec) -> tuple[Pool, ...]:
-    """List the pools of a model: one, unless prefill and decode are apart."""
-    return tuple(
-        Pool(role, part.replicas, part.ranks, part.ranks // part.data_parallel)
-        for role, part in model.roles.items()
-    )
+    @property
+    def splits(self) -> list[tuple[int, int]]:
+        """The even splits over nodes, as (nodes, ranks on each), the fewest nodes first. vLLM puts
+        whole data-parallel engines on a node, or one engine on several nodes, never parts of two
+        engines on one node."""
+        splits = [(n, self.ranks // n) for n in range(1, self.ranks + 1) if self.ranks % n == 0]
+        whole = self.engine_ranks
+        return [(n, here) for n, here in splits if here % whole == 0 or whole % here == 0]
 
 
 def plan_placement(spec: StackSpec, nodes: Sequence[NodeInfo]) -> Placement:
@@ -107,75 +94,71 @@ def plan_placement(spec: StackSpec, nodes: Sequence[NodeInfo]) -> Placement:
     check_ranks(spec)
     usable = _select_nodes(spec.ray, nodes)
     replicas = list(_list_replicas(spec))
-    total = sum(pool.ranks for _, pool, _ in replicas)
-    capacities = [_count_room(spec.ray, node, total) for node in usable]
-    shapes = [Shape(p.ranks, list_splits(p.ranks, p.engine_ranks)) for _, p, _ in replicas]
-    is_unknown = False
-    # First without splits that no replica needs for itself, wherever the services then run.
-    for is_narrow in (True, False):
-        for services in _list_service_nodes(spec.ray, usable, capacities, total):
-            room = list(capacities)
-            room[services] = _count_room(spec.ray, usable[services], total, services=True)
-            try:
-                places = pack(room, shapes, is_narrow=is_narrow)
-            except SearchLimit:
-                is_unknown = not is_narrow
-                continue
-            if places is not None:
-                replica_places = _make_places(spec.ray, usable, replicas, places)
-                return Placement(usable[services].id, replica_places)
-    raise _make_refusal(spec, usable, replicas, capacities, is_unknown)
+    total = sum(replica.ranks for replica in replicas)
+    room = [_count_room(spec.ray, node, total) for node in usable]
+    left = [_count_room(spec.ray, node, total, services=True) for node in usable]
+    services = min(
+        (i for i, node in enumerate(usable) if node.cpus + _EPSILON >= spec.ray.cpus),
+        key=lambda i: (room[i] - left[i], not usable[i].is_head, -usable[i].cpus, i),
+        default=None,
+    )
+    if services is not None:
+        chosen = _fit(replicas, [*room[:services], left[services], *room[services + 1 :]])
+        if all(chosen):
+            pairs = zip(replicas, chosen, strict=True)
+            places = tuple(_make_place(spec.ray, usable, *pair) for pair in pairs)
+            return Placement(usable[services].id, places)
+    raise _make_refusal(spec, usable, replicas, room)
 
 
 def place_again(
-    spec: StackSpec, placement: Placement, nodes: Sequence[NodeInfo], lost: Set[str]
-) -> tuple[tuple[ReplicaPlace, ...], tuple[WaitingReplica, ...]]:
-    """Find new places for the replicas that had a rank on a lost node.
+    spec: StackSpec, displaced: Sequence[ReplicaPlace], nodes: Sequence[NodeInfo]
+) -> tuple[list[ReplicaPlace], list[str]]:
+    """Find new places for replicas whose nodes were lost.
 
     `nodes` is what is free after the groups of these replicas were removed. Returns the replicas
-    with their new places, and those that must wait. Call it again when the cluster has changed."""
-    usable = [n for n in _select_nodes(spec.ray, nodes, may_be_empty=True) if n.id not in lost]
-    pools = {(model.name, pool.role): pool for model in spec.models for pool in list_pools(model)}
-    affected = [
-        place for place in placement.replicas if any(rank.node in lost for rank in place.ranks)
-    ]
-    affected.sort(key=lambda place: -pools[place.model, place.role].ranks)
-    sizes = [pools[place.model, place.role] for place in affected]
-    shapes = [Shape(pool.ranks, list_splits(pool.ranks, pool.engine_ranks)) for pool in sizes]
-    room = [_count_room(spec.ray, node, sum(pool.ranks for pool in sizes)) for node in usable]
-    placed: list[ReplicaPlace] = []
-    waiting: list[WaitingReplica] = []
-    for place, pool, chosen in zip(affected, sizes, _pack_what_fits(room, shapes), strict=True):
-        if chosen is None:
-            waiting.append(WaitingReplica(place, _explain_wait(spec.ray, pool, usable, room)))
+    with their new places, and a sentence about each that must wait. Call it again when the cluster
+    has changed."""
+    lost = {(place.model, place.role, place.replica) for place in displaced}
+    replicas = [r for r in _list_replicas(spec) if (r.model, r.role, r.number) in lost]
+    usable = _select_nodes(spec.ray, nodes, may_be_empty=True)
+    room = [_count_room(spec.ray, node, sum(r.ranks for r in replicas)) for node in usable]
+    placed, waiting = [], []
+    chosen = _fit(replicas, room)
+    free = ", ".join(
+        f"{ranks} on {node.address}" for node, ranks in zip(usable, room, strict=True) if ranks
+    )
+    for replica, positions in zip(replicas, chosen, strict=True):
+        place = _make_place(spec.ray, usable, replica, positions)
+        if positions:
+            placed.append(place)
         else:
-            ranks = _make_ranks(spec.ray, usable, pool, chosen)
-            placed.append(ReplicaPlace(place.model, place.replica, place.role, ranks))
-    return tuple(placed), tuple(waiting)
+            splits = " or ".join(f"{count} x {here}" for count, here in replica.splits)
+            waiting.append(
+                f"{place}: it needs room for {replica.ranks} ranks of {_describe_rank(spec.ray)} "
+                f"(nodes x ranks: {splits}); free: {free or 'none'}"
+            )
+    return placed, waiting
 
 
-def _pack_what_fits(room: list[int], shapes: Sequence[Shape]) -> list[list[int] | None]:
-    """Return the nodes of each replica, None for those that must wait; reduce `room` by the rest.
-
-    If not all fit, the largest come first, one by one: those that do not fit must not keep others
-    from starting."""
-    together = None
-    with contextlib.suppress(SearchLimit):
-        together = pack(room, shapes, is_narrow=True) or pack(room, shapes)
-    places: list[list[int] | None] = []
-    for number, shape in enumerate(shapes):
-        alone = [together[number]] if together is not None else pack(room, [shape])
-        places.append(alone[0] if alone else None)
-        for nodes in alone or ():
-            for node in nodes:
-                room[node] -= shape.ranks // len(nodes)
-    return places
+def _fit(replicas: Sequence[_Replica], room: list[int]) -> list[list[int]]:
+    """Return the nodes of each replica, none for those that do not fit; reduce `room`."""
+    chosen: list[list[int]] = [[] for _ in replicas]
+    for index in sorted(range(len(replicas)), key=lambda index: -replicas[index].ranks):
+        for count, here in replicas[index].splits:
+            fitting = [node for node, ranks in enumerate(room) if ranks >= here]
+            if len(fitting) >= count:
+                chosen[index] = sorted(heapq.nsmallest(count, fitting, key=room.__getitem__))
+                for node in chosen[index]:
+                    room[node] -= here
+                break
+    return chosen
 
 
 def check_ranks(spec: StackSpec) -> None:
     """Raise SpecError for sizes and options with which no cluster can place a model."""
     for model in spec.models:
-        if 0 < spec.ray.gpus < 1 and any(pool.ranks > 1 for pool in list_pools(model)):
+        if 0 < spec.ray.gpus < 1 and any(part.ranks > 1 for part in model.roles.values()):
             raise SpecError(
                 f"`ray.gpus` is {spec.ray.gpus:g}, but replicas of `{model.name}` have several "
                 "ranks, which cannot share GPUs with others.",
@@ -245,110 +228,55 @@ def _count_room(ray: RaySpec, node: NodeInfo, total: int, *, services: bool = Fa
     return max(0, min(rooms, default=total))
 
 
-def _list_service_nodes(
-    ray: RaySpec, nodes: Sequence[NodeInfo], capacities: Sequence[int], total: int
-) -> Iterator[int]:
-    """Yield the nodes that may run the services, the best first: the head, then those where they
-    take no room from a rank. Of nodes that make no difference to the ranks, only the first."""
-    seen = set()
-
-    def rate(position: int) -> tuple[bool, int, float, int]:
-        node = nodes[position]
-        loss = capacities[position] - _count_room(ray, node, total, services=True)
-        return not node.is_head, loss, -node.cpus, position
-
-    for position in sorted(range(len(nodes)), key=rate):
-        if nodes[position].cpus + _EPSILON < ray.cpus:
-            continue
-        key = capacities[position], rate(position)[1]
-        if key not in seen:
-            seen.add(key)
-            yield position
-
-
 # --- replicas ------------------------------------------------------------------------------------
-
-_Replica = tuple[str, Pool, int]
-"""A model, one of its pools, and the number of a replica in it."""
 
 
 def _list_replicas(spec: StackSpec) -> Iterator[_Replica]:
     for model in spec.models:
-        for pool in list_pools(model):
-            yield from ((model.name, pool, replica) for replica in range(pool.replicas))
+        for role, part in model.roles.items():
+            for number in range(part.replicas):
+                engine_ranks = part.ranks // part.data_parallel
+                yield _Replica(model.name, role, number, part.ranks, engine_ranks)
 
 
-def _make_places(
-    ray: RaySpec,
-    nodes: Sequence[NodeInfo],
-    replicas: Sequence[_Replica],
-    places: Sequence[Sequence[int]],
-) -> tuple[ReplicaPlace, ...]:
-    return tuple(
-        ReplicaPlace(model, replica, pool.role, _make_ranks(ray, nodes, pool, chosen))
-        for (model, pool, replica), chosen in zip(replicas, places, strict=True)
-    )
-
-
-def _make_ranks(
-    ray: RaySpec, nodes: Sequence[NodeInfo], pool: Pool, chosen: Sequence[int]
-) -> tuple[RankPlace, ...]:
-    count = pool.ranks // len(chosen)
-    return tuple(
+def _make_place(
+    ray: RaySpec, nodes: Sequence[NodeInfo], replica: _Replica, positions: Sequence[int]
+) -> ReplicaPlace:
+    count = replica.ranks // (len(positions) or 1)
+    ranks = tuple(
         RankPlace(nodes[node].id, node_rank, gpus=count * ray.gpus, cpus=count * ray.cpus)
-        for node_rank, node in enumerate(chosen)
+        for node_rank, node in enumerate(positions)
     )
+    return ReplicaPlace(replica.model, replica.number, replica.role, ranks)
 
 
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def _explain_wait(ray: RaySpec, pool: Pool, nodes: Sequence[NodeInfo], room: Sequence[int]) -> str:
-    splits = " or ".join(
-        f"{count} x {here}" for count, here in list_splits(pool.ranks, pool.engine_ranks)
-    )
-    free = ", ".join(
-        f"{ranks} on {node.address}" for node, ranks in zip(nodes, room, strict=True) if ranks
-    )
-    return (
-        f"it needs room for {pool.ranks} ranks of {_describe_rank(ray)} "
-        f"(nodes x ranks: {splits}); free: {free or 'none'}"
-    )
-
-
 def _make_refusal(
-    spec: StackSpec,
-    nodes: Sequence[NodeInfo],
-    replicas: Sequence[_Replica],
-    capacities: Sequence[int],
-    is_unknown: bool,
+    spec: StackSpec, nodes: Sequence[NodeInfo], replicas: Sequence[_Replica], room: Sequence[int]
 ) -> PlacementError:
     ray = spec.ray
-    ranks, room = sum(pool.ranks for _, pool, _ in replicas), sum(capacities)
+    ranks, free = sum(replica.ranks for replica in replicas), sum(room)
     if all(node.cpus + _EPSILON < ray.cpus for node in nodes):
         message = (
             f"No node has {ray.cpus:g} CPUs (`ray.cpus`) free for the frontend and the services."
         )
-    elif ranks > room:
+    elif ranks > free:
         message = (
             f"The stack needs {ranks} ranks of {_describe_rank(ray)}, but the nodes that it may "
-            f"use have room for {room}."
-        )
-    elif is_unknown:
-        message = (
-            f"No placement of {ranks} ranks was found within the time limit, though the nodes have "
-            f"room for {room}."
+            f"use have room for {free}."
         )
     else:
         message = (
-            f"The nodes have room for {room} ranks of {_describe_rank(ray)}, but no even split of "
-            f"every replica over nodes fits them"
+            f"The nodes have room for {free} ranks of {_describe_rank(ray)}, but no even split of "
+            f"every replica over nodes was found, the largest first"
             + (f", beside {ray.cpus:g} CPU for the frontend and the services." if ray.cpus else ".")
         )
     hint = "Lower `replicas` or the parallel sizes, add nodes, or free some."
     if ray.gpus and sum(node.gpus for node in nodes) < 1:
         hint = "Set `ray.gpus: 0` for engines on the CPU, or add nodes with GPUs."
-    return PlacementError(message, hint, tried=_list_attempts(spec, nodes, replicas, capacities))
+    return PlacementError(message, hint, tried=_list_attempts(nodes, replicas, room))
 
 
 def _describe_rank(ray: RaySpec) -> str:
@@ -356,31 +284,21 @@ def _describe_rank(ray: RaySpec) -> str:
 
 
 def _list_attempts(
-    spec: StackSpec,
-    nodes: Sequence[NodeInfo],
-    replicas: Sequence[_Replica],
-    capacities: Sequence[int],
+    nodes: Sequence[NodeInfo], replicas: Sequence[_Replica], room: Sequence[int]
 ) -> list[str]:
     """Return lines that show what was tried, and what is free."""
     lines = []
-    for model in spec.models:
-        for pool in list_pools(model):
-            name = f"{model.name} {pool.role}".rstrip()
-            tries = ", ".join(
-                f"{count} x {here} ({sum(room >= here for room in capacities)} nodes have {here})"
-                for count, here in list_splits(pool.ranks, pool.engine_ranks)
-            )
-            lines.append(f"{name}: {pool.replicas} replicas of {pool.ranks} ranks; tried nodes x "
-                         f"ranks: {tries}")  # fmt: skip
-    shown = sorted(zip(capacities, nodes, strict=True), key=lambda entry: -entry[0])
-    for room, node in shown[:_MOST_SHOWN]:
-        lines.append(
-            f"{node.address}{' (head)' if node.is_head else ''}: {node.gpus:g} GPUs and "
-            f"{node.cpus:g} CPUs free, room for {room} ranks"
+    pools = {(replica.model, replica.role): replica for replica in replicas}
+    for (model, role), last in pools.items():
+        tries = ", ".join(
+            f"{count} x {here} ({sum(ranks >= here for ranks in room)} nodes have {here})"
+            for count, here in last.splits
         )
-    if len(nodes) > _MOST_SHOWN:
-        lines.append(f"and {len(nodes) - _MOST_SHOWN} more nodes")
+        lines.append(f"{f'{model} {role}'.rstrip()}: {last.number + 1} replicas of {last.ranks} "
+                     f"ranks; tried nodes x ranks: {tries}")  # fmt: skip
+    lines += [
+        f"{node.address}{' (head)' if node.is_head else ''}: {node.gpus:g} GPUs and "
+        f"{node.cpus:g} CPUs free, room for {ranks} ranks"
+        for ranks, node in sorted(zip(room, nodes, strict=True), key=lambda entry: -entry[0])
+    ]
     return lines
-
-
-_MOST_SHOWN = 16

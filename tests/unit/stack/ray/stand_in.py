@@ -13,11 +13,12 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from rollway.config import load_spec
 from rollway.errors import StartError
-from rollway.stack.ray import cluster, head, healing, parts
-from rollway.stack.ray.placement import NodeInfo, plan_placement
-from rollway.stack.ray.witness import Witness
+from rollway.observe.read import Run as RecordedRun
+from rollway.spec import load_spec
+from rollway.stack.ray import cluster, groups, head, healing, parts
+from rollway.stack.ray.cluster import NodeInfo, Witness
+from rollway.stack.ray.placement import plan_placement
 from tests.waiting import wait_until_async
 
 JOIN = {
@@ -94,6 +95,8 @@ class StandIn:
         self.actors: list[Actor] = []
         self.groups: dict[str, list[str]] = {}
         self.running: dict[str, Actor] = {}
+        self.engines: dict[str, set[str]] = {}
+        """The replicas of each stack."""
         self.steps: list[str] = []
         self.at_step: Callable[[str], None] = lambda _: None
         self.unknown: set[str] = set()
@@ -106,9 +109,10 @@ class StandIn:
         )
         monkeypatch.setattr(ray, "remote", self._remote)
         monkeypatch.setattr(ray, "kill", lambda actor: self.kill(actor))
-        monkeypatch.setattr(cluster, "create_group", self._create_group)
-        monkeypatch.setattr(cluster, "remove_groups", self._remove_groups)
-        monkeypatch.setattr(cluster, "wait_until_free", lambda groups: None)
+        monkeypatch.setattr(groups, "create_group", self._create_group)
+        monkeypatch.setattr(groups, "remove_groups", self._remove_groups)
+        monkeypatch.setattr(groups, "list_groups", lambda: dict.fromkeys(self.groups, "0" * 16))
+        monkeypatch.setattr(groups, "wait_until_free", lambda groups: None)
         monkeypatch.setattr(cluster, "read_nodes", self.read_nodes)
         monkeypatch.setattr(head, "_LAST_CALL_SECONDS", 0.0)
         monkeypatch.setattr(healing, "RETRY_SECONDS", 0.01)
@@ -124,7 +128,7 @@ class StandIn:
 
             def create(*arguments: Any) -> Actor:
                 self.step(f"keeper on node {node[0]}")
-                actor = Actor(self, named["name"], FakeKeeper, self, node, arguments[3])
+                actor = Actor(self, named["name"], FakeKeeper, self, node)
                 if node in self.unknown:
                     actor.die()
                 self.actors.append(actor)
@@ -149,9 +153,8 @@ class StandIn:
 
     def _remove_groups(self, names: Any) -> list[str]:
         for name in names:
-            assert not any(name in keeper.object.groups for keeper in self.running.values()), (
-                "a group is freed while its engines run"
-            )
+            engines = {e for stack in self.running for e in self.engines[stack]}
+            assert name.rpartition("/")[2] not in engines, "a group is freed while its engines run"
             self.groups.pop(name, None)
         return []
 
@@ -201,35 +204,39 @@ class Run:
     async def wait_until_over(self) -> None:
         await wait_until_async(lambda: self.head.is_dead, 20)
 
+    def read_events(self) -> list[str]:
+        """Return what the Head has recorded so far."""
+        recorder = self.head.object._recorder
+        assert recorder.flush()
+        entries = RecordedRun(recorder.directory).read()
+        return [entry["event"] for entry in entries if "event" in entry]
+
 
 class FakeKeeper:
     """Notes what it would start."""
 
-    def __init__(self, ray_: StandIn, node: str, groups: dict[str, bool]) -> None:
+    def __init__(self, ray_: StandIn, node: str) -> None:
         self.node = node
-        self.groups = set(groups)
         self._ray = ray_
         self._handle = ray_.current
         self._stacks: dict[str, asyncio.Event] = {}
         self.failure = ""
 
-    async def examine(self, needs: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def examine(self, needs: dict[str, Any]) -> tuple[bool, tuple[str, str] | None]:
         if self.node not in self._ray.nodes:
             await asyncio.Event().wait()
-        return {"gpus": [], "problem": needs and self._ray.problems.get(self.node)}
+        return False, self._ray.problems.get(self.node)
 
-    async def add_groups(self, groups: dict[str, bool]) -> None:
-        self.groups |= groups.keys()
-
-    async def start(self, fields: dict[str, Any], after: list[str]) -> dict[str, Any]:
+    async def start(self, fields: dict[str, Any], after: list[str]) -> dict[str, Any] | None:
+        self._ray.engines[fields["name"]] = {f"m-{w['replica']}" for w in fields["placed"]}
         self._ray.running[fields["name"]] = self._handle
         self._stacks[fields["name"]] = asyncio.Event()
         self._ray.step(f"part {fields['name'].rpartition('-')[2]} on node {self.node[0]}")
         await asyncio.sleep(0)  # a start takes time, in which others act
         if self.failure:
             await self.stop_part(fields["name"])
-            return {"error": StartError(self.failure).as_json()}
-        return {"state": b""}
+            return StartError(self.failure).as_json()
+        return None
 
     async def wait_until_joinable(self, name: str) -> dict[str, Any]:
         await wait_until_async(lambda: name in self._stacks)
@@ -239,7 +246,7 @@ class FakeKeeper:
         await self._stacks[name].wait()
         return ""
 
-    async def read_states(self) -> list[bytes]:
+    async def read_states(self) -> list[Any]:
         return []
 
     async def stop_part(self, name: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollway.config import load_spec
 from rollway.errors import SpecError
+from rollway.spec import load_spec
 from rollway.stack.ray.placement import plan_placement
 from tests.unit.stack.ray.stand_in import make_nodes
 

@@ -12,7 +12,7 @@ import ray
 
 from rollway import make_spec, processes
 from rollway.errors import UsageError
-from rollway.stack.ray import cluster, connection, launcher
+from rollway.stack.ray import cluster, groups, launcher
 
 
 class Connection:
@@ -25,7 +25,7 @@ class Connection:
         self.own: list[list[str]] = []
         """The command lines of raylets that run as this user."""
         monkeypatch.setattr(processes, "list_own_commands", lambda _: self.own)
-        monkeypatch.setattr(connection, "_is_node", lambda: True)
+        monkeypatch.setattr(cluster, "_is_node", lambda: True)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         monkeypatch.setattr(ray, "is_initialized", lambda: self.is_open)
         monkeypatch.setattr(ray, "init", self.open)
@@ -44,16 +44,16 @@ class Connection:
 
 def test_a_users_connection_is_used_and_never_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Connection(monkeypatch, is_open=True)
-    with connection.connect(), connection.connect("10.0.0.1:6379"):
+    with cluster.connect(), cluster.connect("10.0.0.1:6379"):
         pass
     assert (fake.opened, fake.closed) == ([], 0)
     with pytest.raises(UsageError, match="connected to the Ray cluster at"):
-        connection.connect("10.0.0.2:6379").__enter__()
+        cluster.connect("10.0.0.2:6379").__enter__()
 
 
 def test_an_own_connection_is_closed_by_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Connection(monkeypatch, is_open=False)
-    first, second = connection.connect(), connection.connect()
+    first, second = cluster.connect(), cluster.connect()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         fake.own = [["raylet", f"--gcs-address={address}", "--node-id=0"]]
@@ -83,10 +83,10 @@ def test_an_address_is_asked_for_unless_one_cluster_is_ours(
         for own, cause in ((lines[:1], "no Ray cluster of yours"), (lines, "in several")):
             fake.own = own
             with pytest.raises(UsageError, match=cause) as failure:
-                connection.connect().__enter__()
+                cluster.connect().__enter__()
             assert "--on ray=HOST:PORT" in failure.value.hint
         fake.own = [*lines[:2], lines[1]]
-        assert connection.find_address() == addresses[1]
+        assert cluster.find_address() == addresses[1]
     assert fake.opened == []
 
 
@@ -95,7 +95,7 @@ def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(UsageError, match=f"no Ray cluster at {address}"):
-        connection.connect(address).__enter__()
+        cluster.connect(address).__enter__()
 
 
 @pytest.mark.parametrize("is_in_environment", [False, True])
@@ -108,7 +108,7 @@ def test_what_is_no_address_is_refused_at_once(
     if is_in_environment:
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(UsageError, match=f"`{address}` is not the address") as failure:
-        connection.connect(None if is_in_environment else address).__enter__()
+        cluster.connect(None if is_in_environment else address).__enter__()
     assert "HOST:PORT" in failure.value.hint and fake.opened == []
 
 
@@ -122,18 +122,18 @@ def test_a_dead_cluster_in_the_environment_is_refused_at_once(
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(UsageError, match=f"no Ray cluster at {address}") as failure:
-            connection.connect().__enter__()
+            cluster.connect().__enter__()
     assert "RAY_ADDRESS" in failure.value.hint and fake.opened == []
 
 
 def test_a_machine_that_is_no_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver of Ray needs a raylet beside it; Ray would look for one for a minute."""
     fake = Connection(monkeypatch, is_open=False)
-    monkeypatch.setattr(connection, "_is_node", lambda: False)
+    monkeypatch.setattr(cluster, "_is_node", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(UsageError, match="This machine is no node") as failure:
-            connection.connect(address).__enter__()
+            cluster.connect(address).__enter__()
     assert f"ray start --address {address}" in failure.value.hint and fake.opened == []
 
 
@@ -141,7 +141,7 @@ def test_a_connection_by_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) 
     Connection(monkeypatch, is_open=True)
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     with pytest.raises(UsageError, match=r"Ray Client .* cannot run stacks"):
-        connection.connect().__enter__()
+        cluster.connect().__enter__()
 
 
 LIVING, DEAD, KEPT = "a" * 16, "b" * 16, "c" * 16
@@ -150,7 +150,7 @@ LIVING, DEAD, KEPT = "a" * 16, "b" * 16, "c" * 16
 def test_only_groups_of_runs_without_any_actor_are_leftovers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    groups = {
+    known = {
         f"rollway/{LIVING}/services": LIVING,
         f"rollway/{DEAD}/m-0": DEAD,
         f"rollway/{KEPT}/m-0": KEPT,
@@ -162,19 +162,19 @@ def test_only_groups_of_runs_without_any_actor_are_leftovers(
     ]
     removed: list[str] = []
     head = SimpleNamespace(identify=SimpleNamespace(remote=lambda: {"run_id": LIVING}))
-    monkeypatch.setattr(cluster, "list_groups", lambda: groups)
-    monkeypatch.setattr(cluster, "remove_groups", removed.extend)
+    monkeypatch.setattr(groups, "list_groups", lambda: known)
+    monkeypatch.setattr(groups, "remove_groups", removed.extend)
     monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: actors)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: head)
     monkeypatch.setattr(ray, "get", lambda ref, timeout: ref)
-    assert cluster.clear_leftovers() == removed == [f"rollway/{DEAD}/m-0"]
+    assert groups.clear_leftovers() == removed == [f"rollway/{DEAD}/m-0"]
 
     def hang(*_: Any, **__: Any) -> None:
         raise ray.exceptions.GetTimeoutError
 
     removed.clear()
     monkeypatch.setattr(ray, "get", hang)
-    assert cluster.clear_leftovers() == removed == []
+    assert groups.clear_leftovers() == removed == []
 
 
 def test_stacks_are_found_where_they_were_started(
@@ -187,7 +187,7 @@ def test_stacks_are_found_where_they_were_started(
         address = f"127.0.0.1:{server.getsockname()[1]}"
         fake.own = [["raylet", f"--gcs-address={address}"]]
         assert not launcher.may_reach_cluster()  # nothing was started there
-        monkeypatch.setattr(launcher, "get_address", lambda: address)
+        monkeypatch.setattr(cluster, "get_address", lambda: address)
         launcher._remember(make_spec(model="org/m", name="policy", ray={"namespace": "a/b"}))
         (file,) = (own_home / "ray").iterdir()
         assert (file.name, file.stat().st_mode & 0o777) == ("a%2Fb%2Fpolicy", 0o600)
@@ -214,7 +214,7 @@ def test_a_cluster_that_refuses_this_process_is_not_called_absent(
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(UsageError, match=r"does not accept this process.*RAY_AUTH_MODE=token"):
-            connection.connect(address).__enter__()
+            cluster.connect(address).__enter__()
     assert not fake.is_open
 
 
@@ -238,11 +238,11 @@ def test_a_cluster_has_several_addresses(
     context = SimpleNamespace(gcs_address=current)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     if is_same:
-        with connection.connect(address):
+        with cluster.connect(address):
             pass
     else:
         with pytest.raises(UsageError, match="not to"):
-            connection.connect(address).__enter__()
+            cluster.connect(address).__enter__()
 
 
 def test_a_cluster_of_other_versions_is_named_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_a_cluster_of_other_versions_is_named_with_both(monkeypatch: pytest.Monk
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(UsageError) as failure:
-            connection.connect(address).__enter__()
+            cluster.connect(address).__enter__()
     assert "Ray: 2.9.0 Python: 3.10.1" in failure.value.message
     assert "Ray: 2.60.0" in failure.value.message
     assert "the cluster's versions of Ray and Python" in failure.value.hint

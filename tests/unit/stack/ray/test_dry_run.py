@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from rollway.cli import main
-from rollway.config import load_spec
+from rollway.spec import load_spec
 from rollway.stack import preset
-from rollway.stack.ray import cluster, launcher
-from rollway.stack.ray.dry_run import PlannedProcess, plan_processes
+from rollway.stack.ray import cluster
+from rollway.stack.ray.parts import plan_processes
 from rollway.stack.ray.placement import plan_placement
 from tests.unit.stack.ray.stand_in import make_nodes
 
@@ -24,22 +24,22 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preset, "list_gpus", list)
 
 
-def plan(model: dict[str, Any], *gpus: float, **fields: Any) -> dict[str, PlannedProcess]:
+def plan(model: dict[str, Any], *gpus: float, **fields: Any) -> dict[str, dict[str, Any]]:
     spec = load_spec({"models": [{"path": "org/m", **model}], "launcher": "ray", **fields})
     nodes = make_nodes(*gpus)
     rows = plan_processes(spec, plan_placement(spec, nodes), nodes)
-    return {row.process: row for row in rows}
+    return {row["process"]: row for row in rows}
 
 
-def option(row: PlannedProcess, name: str) -> str:
-    return row.argv[row.argv.index(f"--{name}") + 1]
+def option(row: dict[str, Any], name: str) -> str:
+    return str(row["argv"][row["argv"].index(f"--{name}") + 1])
 
 
 def test_a_stack_on_one_node_needs_no_etcd() -> None:
     rows = plan({"replicas": 2}, 8)
     assert list(rows) == ["m-0", "m-1", "frontend"]
-    assert rows["m-0"].env["DYN_DISCOVERY_BACKEND"] == "file"
-    assert [rows[name].gpus for name in rows] == [1, 1, 0]
+    assert rows["m-0"]["env"]["DYN_DISCOVERY_BACKEND"] == "file"
+    assert [rows[name]["gpus"] for name in rows] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -56,18 +56,23 @@ def test_processes_listen_where_those_of_a_run_would(
 ) -> None:
     rows = plan({}, *gpus, frontend={"host": requested}, admin_host=requested)
     assert option(rows["frontend"], "http-host") == host
-    assert rows["m-0"].env["DYN_SYSTEM_HOST"] == host
+    assert rows["m-0"]["env"]["DYN_SYSTEM_HOST"] == host
 
 
 def test_a_replica_over_two_nodes_has_one_endpoint_and_one_meeting() -> None:
     rows = plan({"tensor_parallel": 2, "data_parallel": 2, "seed": 7, "replicas": 2}, 2, 2, 2, 2)
     assert list(rows) == [
-        "etcd", "m-0", "frontend", "m-0-rank1", "m-1", "m-1-rank1",
+        "etcd", "frontend", "m-0", "m-0-rank1", "m-1", "m-1-rank1",
     ]  # fmt: skip
     rank0, rank1, other = rows["m-0"], rows["m-0-rank1"], rows["m-1"]
-    assert (rank0.address, rank1.address, rank0.gpus, rank1.gpus) == ("10.0.0.0", "10.0.0.1", 2, 2)
-    assert "--headless" in rank1.argv and "--endpoint" not in rank1.argv
-    assert "--headless" not in rank0.argv and "--endpoint" in rank0.argv
+    assert (rank0["address"], rank1["address"], rank0["gpus"], rank1["gpus"]) == (
+        "10.0.0.0",
+        "10.0.0.1",
+        2,
+        2,
+    )
+    assert "--headless" in rank1["argv"] and "--endpoint" not in rank1["argv"]
+    assert "--headless" not in rank0["argv"] and "--endpoint" in rank0["argv"]
     assert json.loads(option(rank1, "kv-events-config")) == {"enable_kv_cache_events": False}
     assert json.loads(option(rank0, "kv-events-config"))["enable_kv_cache_events"] is True
     for name in ("nnodes", "master-addr", "master-port", "data-parallel-rpc-port", "seed"):
@@ -76,21 +81,21 @@ def test_a_replica_over_two_nodes_has_one_endpoint_and_one_meeting() -> None:
     assert (option(rank0, "node-rank"), option(rank1, "node-rank")) == ("0", "1")
     assert (option(rank0, "seed"), option(other, "seed")) == ("7", "8")
     assert option(other, "master-port") != option(rank0, "master-port")
-    assert rank1.env["ETCD_ENDPOINTS"].startswith("http://10.0.0.0:")
-    assert rank1.env["VLLM_HOST_IP"] == "10.0.0.1"
-    assert rank0.env["DYN_NAMESPACE"] == rank1.env["DYN_NAMESPACE"]
+    assert rank1["env"]["ETCD_ENDPOINTS"].startswith("http://10.0.0.0:")
+    assert rank1["env"]["VLLM_HOST_IP"] == "10.0.0.1"
+    assert rank0["env"]["DYN_NAMESPACE"] == rank1["env"]["DYN_NAMESPACE"]
 
 
 def test_the_interpreter_is_the_one_that_the_nodes_would_use() -> None:
     rows = plan({}, 1, runtime_env={"py_executable": "/opt/engine/bin/python"})
-    assert {row.argv[0] for row in rows.values()} == {"/opt/engine/bin/python"}
+    assert {row["argv"][0] for row in rows.values()} == {"/opt/engine/bin/python"}
 
 
 def test_a_users_kv_events_configuration_is_not_passed_to_headless_ranks() -> None:
     model = {"tensor_parallel": 2, "args": {"kv_events_config": {"own": 1}}}
     rows = plan(model, 1, 1)
-    assert rows["m-0-rank1"].argv.count("--kv-events-config") == 1
-    assert "--kv_events_config" not in rows["m-0-rank1"].argv
+    assert rows["m-0-rank1"]["argv"].count("--kv-events-config") == 1
+    assert "--kv_events_config" not in rows["m-0-rank1"]["argv"]
     assert json.loads(option(rows["m-0"], "kv_events_config")) == {"own": 1}
 
 
@@ -103,7 +108,7 @@ def test_the_command_prints_the_table_or_json(
         yield
 
     # No cluster here: tests/ray reads the nodes of a real one.
-    monkeypatch.setattr(launcher, "connect", connect)
+    monkeypatch.setattr(cluster, "connect", connect)
     monkeypatch.setattr(cluster, "read_nodes", lambda: make_nodes(1, 1))
     command = ["up", "--model", "org/m", "--on", "ray=10.0.0.0:6379", "--dry-run",
                "--set", "models.0.replicas=2"]  # fmt: skip
@@ -138,7 +143,7 @@ def test_the_command_refuses_what_up_would_refuse(
     fields: list[str],
     cause: str,
 ) -> None:
-    monkeypatch.setattr(launcher, "connect", lambda address: contextlib.nullcontext())
+    monkeypatch.setattr(cluster, "connect", lambda address: contextlib.nullcontext())
     monkeypatch.setattr(cluster, "read_nodes", lambda: make_nodes(1, 1))
     changes = [word for field in ("models.0.replicas=2", *fields) for word in ("--set", field)]
     assert main(["up", "--model", "org/m", "--on", "ray", "--dry-run", "--json", *changes]) == 2

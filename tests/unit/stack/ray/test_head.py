@@ -79,7 +79,6 @@ async def test_a_killed_keeper_is_followed_by_another_on_its_node(
     await wait_until_async(lambda: len(ray.running) == 2)
     assert ray.steps[-2:] == ["keeper on node 1", "part 2 on node 1"]
     assert set(ray.groups) == groups  # its resources were held all the time
-    assert ray.keeper(1).object.groups == {g for g in groups if g[-1] in "23"}
     await run.head.stop.remote()
     await run.wait_until_over()
     assert ray.left() == {}
@@ -95,8 +94,7 @@ async def test_an_interrupted_network_is_no_death(monkeypatch: pytest.MonkeyPatc
     ray.keeper(1).interrupt()
     await settle()
     assert ray.steps == STEPS and not over.done()
-    events = [entry["event"] for entry in await run.head.read_events.remote()]
-    assert events == ["ready"]
+    assert run.read_events() == ["ready"]
     run.witness.die()
     assert "process that owns the stack has ended" in (await over)["message"]
     await run.wait_until_over()
@@ -132,8 +130,7 @@ async def test_replicas_of_a_lost_node_wait_for_room(monkeypatch: pytest.MonkeyP
     await wait_until_async(lambda: len(ray.running) == 2)
     await wait_until_async(lambda: run.head.object._healing.waiting == [])
     assert ray.keeper(2)
-    events = [entry["event"] for entry in await run.head.read_events.remote()]
-    assert events[-4:] == ["part lost", "node lost", "waiting", "placed again"]
+    assert run.read_events()[-4:] == ["part lost", "node lost", "waiting", "placed again"]
     await run.head.stop.remote()
     await run.wait_until_over()
     assert ray.left() == {}

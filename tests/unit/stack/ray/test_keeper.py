@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import ray
 
-from rollway.stack.ray import cluster, keeper
+from rollway.stack.ray import groups, keeper
+from rollway.stack.ray.cluster import Witness
 from rollway.stack.ray.keeper import Keeper
-from rollway.stack.ray.witness import Witness
 from tests.unit.stack.ray.stand_in import Actor, StandIn
-from tests.waiting import wait_until_async
+from tests.waiting import settle, wait_until_async
 
 RUN = "0" * 16
 FIELDS = {"name": "ray-s-00000000-0", "models": [{"path": "org/m"}]}
@@ -30,7 +30,7 @@ class Machine:
         self.log: list[str] = []
         self.ready = threading.Event()
         monkeypatch.setattr(keeper.local, "start", self._start)
-        monkeypatch.setattr(cluster, "remove_groups", lambda names: self.log.extend(names))
+        monkeypatch.setattr(groups, "remove_run", self.log.append)
         self.names: list[str] = []
         monkeypatch.setattr(
             ray.util, "list_named_actors", lambda all_namespaces: [{"name": n} for n in self.names]
@@ -51,25 +51,25 @@ class Head(Witness):
 
 def create(stand_in: StandIn) -> tuple[Actor, Actor]:
     head = Actor(stand_in, "head", Head)
-    return head, Actor(stand_in, "keeper", Keeper, RUN, f"rollway/{RUN}/node-0", head, {})
+    return head, Actor(stand_in, "keeper", Keeper, RUN, f"rollway/{RUN}/node-0", head)
 
 
-async def test_a_keeper_without_its_head_stops_first_and_then_frees_its_groups(
+async def test_a_keeper_without_its_head_stops_first_and_then_frees_the_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine, stand_in = Machine(monkeypatch), StandIn(monkeypatch)
-    monkeypatch.setattr(cluster, "remove_groups", lambda names: machine.log.extend(names))
     machine.ready.set()
     head, actor = create(stand_in)
-    await actor.add_groups.remote({"own": False, "shared": True})
-    assert "error" not in await actor.start.remote(FIELDS, [])
-    # A group of two nodes is freed after the other Keeper has gone, too.
+    assert await actor.start.remote(FIELDS, []) is None
+    # The groups are freed after the other Keeper has gone, too.
     machine.names = [f"rollway/{RUN}/node-0", f"rollway/{RUN}/node-1"]
     head.die()
-    await wait_until_async(lambda: "own" in machine.log)
+    stopped = [f"start {FIELDS['name']}", f"stop {FIELDS['name']}"]
+    await wait_until_async(lambda: machine.log == stopped)
+    await settle()
     machine.names.pop()
     await wait_until_async(lambda: actor.is_dead)
-    assert machine.log == [f"start {FIELDS['name']}", f"stop {FIELDS['name']}", "own", "shared"]
+    assert machine.log == [*stopped, RUN]
 
 
 async def test_a_stop_during_a_start_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,13 +78,13 @@ async def test_a_stop_during_a_start_waits_for_its_end(monkeypatch: pytest.Monke
     start = actor.start.remote(FIELDS, [])
     await wait_until_async(lambda: bool(actor.object._starts))
     await actor.stop.remote()
-    assert (await start)["error"]["message"] == "The start was cancelled."
+    assert (await start)["message"] == "The start was cancelled."
     assert machine.log == []
 
 
 @pytest.mark.parametrize(
     ("module", "unneeded"),
-    [("rollway.stack.ray.head", "aiohttp"), ("rollway.stack.ray.witness", "pydantic")],
+    [("rollway.stack.ray.head", "aiohttp"), ("rollway.stack.ray.cluster", "pydantic")],
 )
 def test_actors_import_little(module: str, unneeded: str) -> None:
     """Every start of a stack pays for the imports of six processes, on each node."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rollway.stack.ray.ledger import Ledger
+from rollway.stack.ray.head import Ledger
 from tests.waiting import settle
 
 
@@ -32,7 +32,7 @@ async def test_a_lock_has_one_holder_at_a_time() -> None:
     second = ask(ledger, "b", process)
     await settle()
     assert not second.done()
-    ledger.unlock("refit/m", "a")
+    await ledger.unlock("a")
     assert await second
 
 
@@ -52,17 +52,23 @@ async def test_who_dies_or_gives_up_while_waiting_does_not_get_the_lock() -> Non
     )  # fmt: skip
     await settle()
     killed.death.set()
-    ledger.unlock("refit/m", "gone")
+    await ledger.unlock("gone")
     await settle()
-    ledger.unlock("refit/m", "a")
+    await ledger.unlock("a")
     assert [await dead, await cancelled, await living] == [False, False, True]
 
 
-def test_versions_are_kept_by_model() -> None:
+async def test_versions_are_kept_by_model() -> None:
     ledger = Ledger()
-    assert (ledger.newest("m"), ledger.get("m")) == (None, None)
-    ledger.claim("m", 1, "x")
-    ledger.claim("m", 3, "y")
-    ledger.put("m", 3, "/c")
-    assert (ledger.newest("m"), ledger.get("m"), ledger.newest("n")) == (3, (3, "/c"), None)
-    assert ledger.claims("m") == {1: "x", 3: "y"}
+    assert (await ledger.newest("m"), await ledger.get("m")) == (None, None)
+    await ledger.claim("m", 1, "x")
+    await ledger.claim("m", 3, "y")
+    await ledger.put("m", 3, "/c")
+    assert (await ledger.newest("m"), await ledger.get("m")) == (3, (3, "/c"))
+    assert await ledger.newest("n") is None and await ledger.claims("m") == {1: "x", 3: "y"}
+
+
+async def test_a_call_that_is_repeated_waits_for_nobody() -> None:
+    """Ray breaks a call off when the network does, and the caller repeats it."""
+    ledger, process = Ledger(), Process()
+    assert await ask(ledger, "a", process) and await ask(ledger, "a", process)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollway.config import StackSpec, load_spec
 from rollway.errors import SpecError
+from rollway.spec import StackSpec, load_spec
+from rollway.stack.ray.cluster import NodeInfo
 from rollway.stack.ray.node_check import check_runtime_envs, get_python
 from rollway.stack.ray.parts import Parts
 from rollway.stack.ray.placement import RankPlace, ReplicaPlace
@@ -32,9 +33,8 @@ class Keeper:
         self.lease_ports = SimpleNamespace(remote=self._lease)
         self.leases = 0
 
-    async def _start(self, fields: dict[str, Any], after: list[str]) -> dict[str, Any]:
+    async def _start(self, fields: dict[str, Any], after: list[str]) -> None:
         self.specs.append(StackSpec.model_validate(fields))
-        return {"state": b""}
 
     async def _lease(self, host: str) -> tuple[int, int, int]:
         self.leases += 1
@@ -45,8 +45,8 @@ def make_parts(**fields: Any) -> tuple[Parts, dict[str, Keeper]]:
     spec = load_spec({"name": "s", "models": [{"path": "org/m", "replicas": 3}], **fields},
                      launcher="ray")  # fmt: skip
     parts = Parts(spec, RUN, None)
-    parts.addresses = {"one": "10.0.0.1", "two": "10.0.0.2"}
-    parts._is_spread = True
+    nodes = {"one": "10.0.0.1", "two": "10.0.0.2"}.items()
+    parts.note_nodes([NodeInfo(node, address, False, 8, 8, {}) for node, address in nodes])
     keepers = {"one": Keeper(), "two": Keeper()}
     parts.keepers = dict(keepers)
     return parts, keepers
@@ -59,9 +59,9 @@ def whole(replica: int, node: str) -> ReplicaPlace:
 async def test_each_node_has_one_part_for_its_whole_replicas() -> None:
     parts, keepers = make_parts(log_dir="/logs")
     places = [whole(0, "one"), whole(1, "two"), whole(2, "two")]
-    first, second = parts._divide(places, services="one")
-    await parts._start_part(first, {"discovery": "etcd"})
-    await parts._start_part(second, JOIN)
+    first, second = parts.divide(places, services="one")
+    await parts.launch(first, {"discovery": "etcd"})
+    await parts.launch(second, JOIN)
     (services,), (joined,) = keepers["one"].specs, keepers["two"].specs
     assert services.join is None and joined.join is not None
     assert (services.admin_host, services.frontend.host) == ("10.0.0.1", "10.0.0.1")
@@ -76,12 +76,11 @@ async def test_each_node_has_one_part_for_its_whole_replicas() -> None:
 async def test_ranks_of_a_replica_over_nodes_are_parts_of_their_own_and_meet() -> None:
     parts, keepers = make_parts()
     place = ReplicaPlace("m", 0, "", (RankPlace("one", 0, 1, 1), RankPlace("two", 1, 1, 1)))
-    group = parts.groups.name(place)
-    parts.groups._gpus = {(group, 0): ["3"], (group, 1): ["5"]}
-    all_parts = parts._divide([place], services="one")
+    parts.groups._gpus = {(place, 0): ["3"], (place, 1): ["5"]}
+    all_parts = parts.divide([place], services="one")
     assert [part.shares_replica for part in all_parts] == [False, True, True]
     for part in all_parts:
-        await parts._start_part(part, JOIN if part.number else {"discovery": "etcd"})
+        await parts.launch(part, JOIN if part.number else {"discovery": "etcd"})
     first, second = keepers["one"].specs[1].placed, keepers["two"].specs[0].placed
     assert first is not None and second is not None
     assert first[0].master == second[0].master == "10.0.0.1:21000"
@@ -106,7 +105,7 @@ def test_py_executable_is_the_interpreter_of_the_engines() -> None:
     [
         ({"py_modules": ["/w"]}, "has `py_modules`, which Rollway does not provide"),
         ({"working_dir": "s3://b/w.zip"}, "`working_dir` of .* is an address"),
-        ({"pip": "requirements.txt"}, "`pip` .* has `requirements.txt`, which is not a package"),
+        ({"pip": "requirements.txt"}, "`pip` .* has `-r requirements.txt`, which is not a package"),
         ({"uv": ["git+https://host/x"]}, "has `git.*`, which is not a package with a name"),
         ({"uv": {"packages": [1]}}, "has `1`, which is not a package with a name"),
     ],

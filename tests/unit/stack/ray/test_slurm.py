@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
-SCRIPTS = {"stack": EXAMPLES / "ray" / "stack.slurm", "retool": EXAMPLES / "verl" / "retool.slurm"}
+SCRIPTS = {
+    "stack": EXAMPLES / "ray" / "stack.slurm",
+    "retool": EXAMPLES / "retool" / "retool.slurm",
+}
 STAND_INS = {
     "scontrol": "echo node-a; echo node-b",
     # The name of a machine stands for its loopback on many images.

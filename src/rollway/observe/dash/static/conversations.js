@@ -2,6 +2,7 @@
 // version that sampled each. They are fetched when somebody looks, and again when the gateway has counted on.
 
 import { $, el, isNumber, plural, setText } from "./dom.js";
+import { ask } from "./api.js";
 
 const COLORS = 6;
 
@@ -30,9 +31,9 @@ function setUp() {
 }
 
 async function loadSessions() {
-  const answer = await fetch("/api/sessions");
-  if (!answer.ok) return;
-  const { is_known: isKnown, has_hidden: hasHidden, sessions, left_out: leftOut } = await answer.json();
+  const answer = await ask("/api/sessions");
+  if (!answer) return;
+  const { is_known: isKnown, has_hidden: hasHidden, sessions, left_out: leftOut } = answer;
   let note = leftOut ? `and ${plural(leftOut, "older session")}` : "";
   if (!sessions.length) note = "The gateway of this stack has recorded no session.";
   if (hasHidden) note = "Sessions of a gateway with tokens are shown by rollway dash --token.";
@@ -60,13 +61,12 @@ async function choose(name) {
   for (const option of $("session-list").children) {
     option.setAttribute("aria-selected", option.querySelector("b").textContent === (name || "(no name)") ? "true" : "false");
   }
-  const answer = await fetch(`/api/session?name=${encodeURIComponent(name)}`);
+  const session = await ask(`/api/session?name=${encodeURIComponent(name)}`);
   if (chosen !== name) return;
-  if (!answer.ok) {
+  if (!session) {
     $("session").replaceChildren(el("p", { class: "empty" }, "This session is not there any more."));
     return;
   }
-  const session = await answer.json();
   shownTurns = session.turns.length + session.left_out;
   // Turns that stand there stay, with what the reader has unfolded.
   const shown = new Map([...$("session").querySelectorAll(".turn")].map((turn) => [turn.dataset.turn, turn]));

@@ -63,7 +63,7 @@ function compare(a, b) {
 
 export function renderFleet(model) {
   shown = model;
-  const all = [...model.rows.values()];
+  const all = model.sections.fleet;
   const words = $("fleet-filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const text = (row) => `${row.name} ${row.node} ${row.role} ${row.state} ${row.last_event} v${row.version}`.toLowerCase();
   const list = all.filter((row) => words.every((word) => text(row).includes(word))).sort(compare);

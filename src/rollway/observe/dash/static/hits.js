@@ -2,6 +2,7 @@
 // because 128 workers have ten thousand cells. It is fetched apart, as it changes slowly.
 
 import { $, el, formatClock, formatShare, setText } from "./dom.js";
+import { ask } from "./api.js";
 import { readColor } from "./charts.js";
 
 const EVERY_SECONDS = 10;
@@ -20,9 +21,9 @@ export async function renderHits(at) {
   moment = at;
   fetchedAt = now;
   try {
-    const answer = await fetch(at === null ? "/api/hits" : `/api/hits?at=${at}`);
-    if (!answer.ok || moment !== at) return;
-    ({ workers } = await answer.json());
+    const answer = await ask(at === null ? "/api/hits" : `/api/hits?at=${at}`);
+    if (!answer || moment !== at) return;
+    ({ workers } = answer);
   } catch {
     return; // the header says that there is no connection
   }

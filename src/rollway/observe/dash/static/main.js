@@ -3,8 +3,12 @@
 //   /api/stream ──► live model ──┐
 //                                ├──► render(model)      the slider chooses which
 //   /api/model?at=T ──► past ────┘
+//
+// A report is the same page with its model in the file: no stream, and no slider.
 
 import { $, el, formatClock, formatMoment, formatUtc, isNumber, setClass, setText } from "./dom.js";
+import { ask, chooseRun, report } from "./api.js";
+import { renderFindings, setUpReport } from "./findings.js";
 import { renderFleet } from "./fleet.js";
 import { renderRefits, showRefit } from "./refits.js";
 import { drawCharts, renderRollouts } from "./charts.js";
@@ -24,16 +28,14 @@ let stream = null;
 let isConnected = false;
 
 function makeModel() {
-  return { sections: {}, rows: new Map(), names: [], series: {}, events: [], refit: null };
+  return { sections: {}, series: {}, events: [], refit: null };
 }
 
 // --- the model ---------------------------------------------------------------------------------
 
 function applyUpdate(model, update) {
   if (update.first) Object.assign(model, makeModel());
-  const { fleet, ...sections } = update.sections ?? {};
-  Object.assign(model.sections, sections);
-  if (fleet) applyRows(model, fleet);
+  Object.assign(model.sections, update.sections);
   for (const [name, points] of Object.entries(update.series ?? {})) {
     const known = (model.series[name] ??= { t: [], v: [] });
     known.t.push(...points.t);
@@ -49,20 +51,9 @@ function applyUpdate(model, update) {
   if ("refit" in update) model.refit = update.refit;
 }
 
-function applyRows(model, fleet) {
-  for (const row of fleet.rows) model.rows.set(row.name, { ...model.rows.get(row.name), ...row });
-  if (fleet.names) {
-    model.names = fleet.names;
-    const names = new Set(fleet.names);
-    for (const name of model.rows.keys()) if (!names.has(name)) model.rows.delete(name);
-  }
-}
-
 function readWhole(answer) {
   const model = makeModel();
-  const rows = answer.sections.fleet;
-  const fleet = { rows, names: rows.map((row) => row.name) };
-  applyUpdate(model, { ...answer, sections: { ...answer.sections, fleet } });
+  applyUpdate(model, answer);
   return model;
 }
 
@@ -103,10 +94,11 @@ function render(model) {
   if (!model.sections.run) return;
   renderHeader(model);
   renderTop(model.sections.top);
+  renderFindings(model.sections.findings);
   renderFleet(model);
   renderRefits(model);
   renderRollouts(model);
-  renderHits(past === null ? null : past.sections.run.at);
+  renderHits(report ? model.sections.run.label : past === null ? null : past.sections.run.at);
   renderExactness(model);
   renderConversations(live.sections.exactness?.gateway);
   renderEvents(model);
@@ -203,9 +195,9 @@ async function showMoment(t) {
   try {
     while (wanted !== null) {
       const at = wanted;
-      const answer = await fetch(`/api/model?at=${at}`);
-      if (!answer.ok) throw new Error(`status ${answer.status}`);
-      const model = readWhole(await answer.json());
+      const answer = await ask(`/api/model?at=${at}`);
+      if (!answer) throw new Error("no answer");
+      const model = readWhole(answer);
       if (wanted === at) {
         past = model;
         wanted = null;
@@ -223,6 +215,7 @@ async function showMoment(t) {
 }
 
 function showLatest() {
+  if (report) return;
   wanted = null;
   past = null;
   showRefit(null, null);
@@ -241,7 +234,7 @@ $("live").addEventListener("click", showLatest);
 
 /** Go to the moment of the address, if it has one. */
 function readAddress() {
-  const match = /^#t=(\d{9,11}(?:\.\d+)?)$/.exec(location.hash);
+  const match = !report && /^#t=(\d{9,11}(?:\.\d+)?)$/.exec(location.hash);
   if (!match) return;
   const t = Number(match[1]);
   const span = getSpan();
@@ -305,7 +298,20 @@ addEventListener("keydown", (event) => {
   } else if (event.key === "l") showLatest();
 });
 
+/** Show one run of a report. */
+function showEmbedded(answer) {
+  isConnected = true;
+  Object.assign(live, readWhole(answer));
+  showRefit(null, null);
+  schedule();
+}
+
 setUpLog();
 renderTheme();
-connect();
-readAddress();
+if (report) {
+  setUpReport(showEmbedded);
+  showEmbedded(chooseRun(0));
+} else {
+  connect();
+  readAddress();
+}

@@ -1,6 +1,7 @@
 // The last refits as a strip, and one of them as bars: a row per worker, a bar per step.
 
 import { $, el, formatBytes, formatMoment, formatSeconds, isNumber, plural, setText } from "./dom.js";
+import { ask } from "./api.js";
 
 const STEPS = ["look", "preflight", "leave", "pause", "load", "flush", "verify", "open"];
 const HINTS = {
@@ -52,9 +53,9 @@ async function choose(key, isNewest) {
   renderRefits(model);
   if (chosen === null) return;
   const moment = at === null ? "" : `&at=${at}`;
-  const answer = await fetch(`/api/refit?key=${encodeURIComponent(key)}${moment}`);
-  if (answer.ok && chosen === key) {
-    detail = await answer.json();
+  const answer = await ask(`/api/refit?key=${encodeURIComponent(key)}${moment}`);
+  if (answer && chosen === key) {
+    detail = answer;
     renderRefits(model);
   }
 }

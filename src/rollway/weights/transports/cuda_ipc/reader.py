@@ -1,23 +1,17 @@
-"""Read versions from a trainer's device memory, in place or by prepared copies."""
+"""Read versions from a trainer's device memory, in place."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights import leftovers
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.copies import SummedCopies
-from rollway.weights.digest.checksums import describe, start_digests
+from rollway.weights.digest.checksums import start_digests
 from rollway.weights.offer import Entry, Manifest, Offer, read_manifest
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.cuda_ipc.device_memory import Handle, local_device, open_handle
@@ -38,11 +32,6 @@ class CudaIpcReader(Reader):
         """The directory of the publisher whose memory is open."""
         self._open: dict[int, dict[Handle, Tensor]] = {}
         """By slot, so that a slot with new buckets releases the old ones."""
-        self._prepared: dict[int, PreparedCopies] = {}
-        """By slot: the copies of the previous version."""
-        self._stream: Any = None
-        self.seconds: dict[str, float] = {}
-        """The parts of the last `copy_into`."""
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return self.manifest(offer).headers()
@@ -102,43 +91,6 @@ class CudaIpcReader(Reader):
             _compare(entries, wait, offer)
         self._check_unreplaced(offer, location, raw)
 
-    def copy_into(self, offer: Offer, targets: Mapping[str, Tensor]) -> None:
-        """Copy every tensor into the target of its name, which has its dtype, shape and device.
-
-        One kernel copies and sums. This returns when all bytes have arrived and are verified; if it
-        raises, the targets must not be served. It uses its own stream, so that other work on the
-        device continues."""
-        self.seconds = {}
-        location = _read_location(offer)
-        with self._measure("look"):
-            raw = self._read_list(offer, location)
-            buckets = self._open_buckets(location, None)
-        with self._on_stream(buckets[0].device):
-            with self._measure("launch"):
-                copies = self._prepared.get(location.slot)
-                if copies is not None and not copies.fits(location.buckets, targets):
-                    copies = None
-                # Started before the list is parsed: mostly, tensors are where they were before.
-                running = copies.start() if copies else []
-            with self._measure("list"):
-                manifest = read_manifest(raw, offer)
-                _check_size(location, manifest.nbytes)
-            if copies is None or not copies.matches(manifest.entries):
-                with self._measure("prepare"):
-                    for wait in running:
-                        wait()  # they wrote to the targets
-                    self._prepared.pop(location.slot, None)
-                    copies = PreparedCopies(location.buckets, buckets, manifest.entries, targets)
-                    running = copies.start()
-            with self._measure("wait"):
-                entries = iter(manifest.entries)
-                for size, wait in zip(copies.sizes, running, strict=True):
-                    _compare(list(islice(entries, size)), wait, offer)
-            if not copies.keeps_tensors:
-                self._prepared[location.slot] = copies
-        with self._measure("look again"):
-            self._check_unreplaced(offer, location, raw)
-
     def finish(self, offer: Offer) -> None:
         """Close the trainer's memory, if the trainer wants it back between versions."""
         if not _read_location(offer).keep_open:
@@ -146,29 +98,7 @@ class CudaIpcReader(Reader):
 
     def close(self) -> None:
         """Release the trainer's memory."""
-        self._open, self._prepared = {}, {}
-
-    @contextlib.contextmanager
-    def _on_stream(self, device: torch.device) -> Iterator[None]:
-        """Work on the own stream, after all work queued so far; leave when it is idle."""
-        if device.type != "cuda":
-            yield
-            return
-        if self._stream is None or self._stream.device != device:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            # After an error too: nothing may write to the targets any more.
-            self._stream.synchronize()
-
-    @contextlib.contextmanager
-    def _measure(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[part] = time.perf_counter() - began
+        self._open = {}
 
     def _check_unreplaced(self, offer: Offer, location: IpcLocation, raw: bytes) -> None:
         """Raise if the version's list is not the one with which reading began."""
@@ -188,18 +118,17 @@ class CudaIpcReader(Reader):
             self.close()
             raise
 
-    def _open_buckets(self, location: IpcLocation, nbytes: int | None) -> list[Tensor]:
-        """Open the publisher's memory, and check its size where that is known."""
-        if nbytes is not None:
-            _check_size(location, nbytes)
+    def _open_buckets(self, location: IpcLocation, nbytes: int) -> list[Tensor]:
+        """Open the publisher's memory, and check its size."""
+        if sum(handle.nbytes for handle in location.buckets) != nbytes:
+            raise WeightsError(
+                "The buckets of an offer are not as long as its list of tensors says."
+            )
         device = local_device(location.device)
         if self._publisher != location.directory:
             self.close()  # a publisher that closed frees its memory
             self._publisher = location.directory
         known = self._open.pop(location.slot, {})
-        if known.keys() != set(location.buckets):
-            # Prepared copies hold addresses of buckets that are released here.
-            self._prepared.pop(location.slot, None)
         directory = self._directory / self._publisher
         buckets = {
             handle: known[handle] if handle in known else open_handle(handle, device, directory)
@@ -221,11 +150,6 @@ def _read_location(offer: Offer) -> IpcLocation:
     return location
 
 
-def _check_size(location: IpcLocation, nbytes: int) -> None:
-    if sum(handle.nbytes for handle in location.buckets) != nbytes:
-        raise WeightsError("The buckets of an offer are not as long as its list of tensors says.")
-
-
 def _compare(entries: Sequence[Entry], wait: Callable[[], list[str]], offer: Offer) -> None:
     """Wait for digests, and compare them with those published."""
     for entry, value in zip(entries, wait(), strict=True):
@@ -234,76 +158,3 @@ def _compare(entries: Sequence[Entry], wait: Callable[[], list[str]], offer: Off
                 f"{entry.name} of version {offer.version} changed while it was read.",
                 "Publish the version again, and change nothing before the refit has ended.",
             )
-
-
-_BATCH_BYTES = 512 << 20
-"""Bytes per kernel; the CPU hashes the sums of one batch while the GPU copies the next."""
-
-
-class PreparedCopies:
-    """The copies of all tensors of a version, in batches of some hundred megabytes."""
-
-    def __init__(
-        self,
-        handles: Sequence[Handle],
-        buckets: Sequence[Tensor],
-        entries: Sequence[Entry],
-        targets: Mapping[str, Tensor],
-    ) -> None:
-        missing = [entry.name for entry in entries if entry.name not in targets]
-        if missing:
-            raise WeightsError(f"There is no tensor to copy {', '.join(missing[:5])} into.")
-        self._handles = handles
-        self._layout = _describe_layout(entries)
-        self._names = [entry.name for entry in entries]
-        batches: list[list[tuple[Tensor, Tensor]]] = []
-        batch_bytes = _BATCH_BYTES
-        for entry, source in zip(entries, view_entries(entries, buckets), strict=True):
-            target = targets[entry.name].detach()
-            if (target.dtype, target.shape, target.device) != (
-                source.dtype,
-                source.shape,
-                source.device,
-            ):
-                raise WeightsError(
-                    f"{entry.name} is {describe(source)}, but its target is {describe(target)}."
-                )
-            if batch_bytes >= _BATCH_BYTES:
-                batches.append([])
-                batch_bytes = 0
-            batches[-1].append((target, source))
-            batch_bytes += target.nbytes
-        self._copies = [SummedCopies(batch) for batch in batches]
-        self._addresses = _list_addresses(targets[name] for name in self._names)
-
-    @property
-    def sizes(self) -> list[int]:
-        """The number of tensors in each batch."""
-        return [batch.size for batch in self._copies]
-
-    @property
-    def keeps_tensors(self) -> bool:
-        """Whether the publisher's tensors stay open as long as this object exists."""
-        return any(batch.keeps_tensors for batch in self._copies)
-
-    def fits(self, handles: Sequence[Handle], targets: Mapping[str, Tensor]) -> bool:
-        """Return whether these copies are from these buckets to these tensors."""
-        if self._handles != handles or not targets.keys() >= set(self._names):
-            return False
-        return self._addresses == _list_addresses(targets[name] for name in self._names)
-
-    def matches(self, entries: Sequence[Entry]) -> bool:
-        """Return whether the tensors are at the same places in the buckets."""
-        return self._layout == _describe_layout(entries)
-
-    def start(self) -> list[Callable[[], list[str]]]:
-        """Start all batches; each returned function waits for one and returns its digests."""
-        return [batch.start() for batch in self._copies]
-
-
-def _describe_layout(entries: Sequence[Entry]) -> list[tuple[str, str, tuple[int, ...], int]]:
-    return [(entry.name, entry.dtype, entry.shape, entry.offset) for entry in entries]
-
-
-def _list_addresses(tensors: Iterable[Tensor]) -> list[tuple[int, int, bool]]:
-    return [(tensor.data_ptr(), tensor.nbytes, tensor.is_contiguous()) for tensor in tensors]

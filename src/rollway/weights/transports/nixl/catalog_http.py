@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import http.client
 import secrets
 import socket
@@ -24,7 +23,14 @@ import msgspec
 from aiohttp import web
 
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.orders import FRESH_SECONDS, SECRET, UsedNumbers, read_stack_secret
+from rollway.signed_calls import (
+    FRESH_SECONDS,
+    SECRET,
+    UsedNumbers,
+    is_same,
+    make_mac,
+    read_stack_secret,
+)
 from rollway.weights.offer import Count
 from rollway.weights.transports.nixl.catalog import (
     Catalog,
@@ -74,11 +80,11 @@ class Seal:
             raise UsageError(
                 "A catalog of weights needs a secret.", f"Set {SECRET} to the workers' secret."
             )
-        self._key = secret.encode()
+        self._secret = secret
         self.used = UsedNumbers()
 
     def mac(self, *parts: str) -> str:
-        return hmac.new(self._key, msgspec.json.encode(parts), hashlib.sha256).hexdigest()
+        return make_mac(self._secret, msgspec.json.encode(parts))
 
     def request_headers(self, path: str, body: bytes) -> dict[str, str]:
         sent, number = f"{time.time():.3f}", secrets.token_hex(16)
@@ -97,7 +103,7 @@ class Seal:
         ]
         sent, number, body_hash, mac = fields
         # A header that is not ASCII cannot be encoded for the MAC.
-        is_signed = all(field.isascii() for field in fields) and _is_same(
+        is_signed = all(field.isascii() for field in fields) and is_same(
             mac, self.mac("request", path, sent, number, body_hash)
         )
         if not is_signed:
@@ -167,7 +173,7 @@ class CatalogServer(MemoryCatalog):
         if (request.content_length or 0) > MAX_REQUEST:
             return self._sign(request, 413, Answer(f"More than {MAX_REQUEST} bytes."))
         body = await request.read()
-        if not _is_same(hashlib.sha256(body).hexdigest(), body_hash):
+        if not is_same(hashlib.sha256(body).hexdigest(), body_hash):
             return web.Response(status=401, text="This request is not what was signed.")
         try:
             call = msgspec.msgpack.decode(body, type=Call)
@@ -259,7 +265,7 @@ class HttpCatalog:
                 f"The catalog at {self.url} does not answer: {error or type(error).__name__}.",
                 "It runs in the trainer's rank 0, or where it was named; check that it still runs.",
             ) from error
-        if not _is_same(mac, self._seal.answer_mac(headers["x-rollway-number"], status, raw)):
+        if not is_same(mac, self._seal.answer_mac(headers["x-rollway-number"], status, raw)):
             raise WeightsError(
                 f"The catalog at {self.url} does not have this stack's secret ({status}).",
                 f"Set {SECRET} to the same value at both ends; clocks may differ by at most "
@@ -305,10 +311,6 @@ class HttpCatalog:
 def _shut_down(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it is closed already
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def _is_same(left: str, right: str) -> bool:
-    return hmac.compare_digest(left.encode(), right.encode())
 
 
 def open_catalog(where: dict[str, Any], *, secret: str | None = None) -> Catalog:

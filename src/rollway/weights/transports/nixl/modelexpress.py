@@ -21,8 +21,9 @@ package index: this was tested against a stand-in that speaks gRPC and against t
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError, WeightsError
-from rollway.protobuf import decode, encode_bytes, encode_number
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, NotYet
 
 MODELEXPRESS = "0.7.0"
@@ -214,13 +214,70 @@ def _read_token() -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {token}")] if token else []
 
 
+# --- protobuf ------------------------------------------------------------------------------------
+# By hand: the library comes in versions that trainers and engines disagree about.
+
+_VARINT, _BYTES = 0, 2
+"""Types of fields."""
+_FIXED = {1: 8, 5: 4}
+
+
 def encode(fields: Mapping[int, Field]) -> bytes:
     """Encode the fields of a message, by their numbers: texts, numbers and lists of texts."""
     message = bytearray()
     for number, value in fields.items():
         if isinstance(value, int):
-            message += encode_number(number, value)
+            message += _encode_varint(number << 3 | _VARINT) + _encode_varint(value)
             continue
         for text in (value,) if isinstance(value, str) else value:
-            message += encode_bytes(number, text.encode())
+            body = text.encode()
+            message += _encode_varint(number << 3 | _BYTES) + _encode_varint(len(body)) + body
     return bytes(message)
+
+
+def _encode_varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def decode(message: object) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the fields of a message: numbers, and texts and messages as bytes.
+
+    Raises:
+        ValueError: this is no message.
+    """
+    if not isinstance(message, bytes):
+        raise ValueError("a field is no message")
+    data = io.BytesIO(message)
+    while data.tell() < len(message):
+        key = _read_varint(data)
+        number, kind = key >> 3, key & 7
+        if kind == _VARINT:
+            yield number, _read_varint(data)
+        elif kind == _BYTES:
+            yield number, _read(data, _read_varint(data))
+        elif kind in _FIXED:
+            yield number, _read(data, _FIXED[kind])
+        else:
+            raise ValueError(f"a field has the type {kind}")
+
+
+def _read_varint(data: io.BytesIO) -> int:
+    value = 0
+    for shift in range(0, 64, 7):
+        byte = _read(data, 1)[0]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value
+    raise ValueError("a number has more than 64 bits")
+
+
+def _read(data: io.BytesIO, count: int) -> bytes:
+    raw = data.read(count)
+    if len(raw) < count:
+        raise ValueError("a message ends within a field")
+    return raw

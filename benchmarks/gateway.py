@@ -1,0 +1,299 @@
+"""`rollway bench gateway`: a day's load in miniature; the gateway's resources must not grow.
+
+Many agents hold short conversations, streamed or not, and some agents disconnect mid-answer. A
+trainer fetches each session and deletes it. The benchmark samples memory, open descriptors, and the
+sizes of the journal and the logs, and compares the last tenth of the run with the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+
+from benchmarks import Say
+from benchmarks.cheap_frontend import MODEL
+from chaos import make_environment
+from chaos.clients import Manner, Vanished, call
+from chaos.gateway_process import GatewayProcess, size_of, size_of_store
+from rollway import processes
+from rollway.api import up
+from rollway.errors import RollwayError, StartError
+from rollway.rollout.sequence import TokenSequence
+from rollway.spec import StackSpec
+from rollway.stack.state import StackDir
+
+_TURNS = 4
+_TOKENS = 12
+_VANISH_EVERY = 25  # sessions
+_SAMPLES = 200
+_BOUND = 120.0
+MEMORY_RATIO = 1.15
+MORE_DESCRIPTORS = 16
+MORE_JOURNAL_MIB = 4  # deleted sessions stay in the file until a compaction is worth its cost
+LOG_BYTES_PER_REQUEST = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The gateway's resources after a number of requests."""
+
+    requests: int
+    seconds: float
+    memory: int
+    descriptors: int
+    journal: int
+    log: int
+
+
+@dataclass(slots=True)
+class Tenth:
+    """Medians over a tenth of the run; `log_per_request` is in bytes."""
+
+    memory_mib: float = 0.0
+    descriptors: float = 0.0
+    journal_mib: float = 0.0
+    log_per_request: float = 0.0
+    requests_per_second: float = 0.0
+
+
+@dataclass(slots=True)
+class GatewayLoad:
+    """The report."""
+
+    requests: int = 0
+    sessions: int = 0
+    agents: int = 0
+    seconds: float = 0.0
+    failed_requests: int = 0
+    wrong_trajectories: int = 0
+    """Fetched trajectories that lack an acknowledged turn."""
+    vanished_clients: int = 0
+    first: Tenth = field(default_factory=Tenth)
+    last: Tenth = field(default_factory=Tenth)
+    memory_ratio: float = 0.0
+    journal_peak_mib: float = 0.0
+    log_mib: float = 0.0
+    samples: list[Sample] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
+
+    @property
+    def flat(self) -> bool:
+        """Whether no resource grew with the number of requests, and no request failed."""
+        return (
+            self.memory_ratio <= MEMORY_RATIO
+            and self.last.descriptors <= self.first.descriptors + MORE_DESCRIPTORS
+            and self.last.journal_mib <= 2 * self.first.journal_mib + MORE_JOURNAL_MIB
+            and self.last.log_per_request <= LOG_BYTES_PER_REQUEST
+            and not self.failed_requests
+            and not self.wrong_trajectories
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "flat": self.flat}
+
+
+async def bench_gateway_load(
+    spec: StackSpec | None, *, requests: int, agents: int, tokenizer: str, say: Say
+) -> GatewayLoad:
+    """Send requests through a gateway, to a stack or, without `spec`, to a stand-in."""
+    with tempfile.TemporaryDirectory(prefix="rollway-bench-gateway-") as scratch:
+        directory = Path(scratch)
+        async with _start_upstream(spec, tokenizer) as (arguments, logs):
+            journal = directory / "gateway.sqlite"
+            gateway = GatewayProcess(
+                [*arguments, "--journal", str(journal)], directory / "gateway.log", bound=_BOUND
+            )
+            await gateway.start()
+            try:
+                load = GatewayLoad(agents=agents)
+                await _Run(gateway, journal, [gateway.log, *logs], requests, say, load).run()
+                return load
+            finally:
+                await gateway.stop()
+
+
+@asynccontextmanager
+async def _start_upstream(
+    spec: StackSpec | None, tokenizer: str
+) -> AsyncIterator[tuple[list[str], list[Path]]]:
+    """Start the gateway's upstream; yield the gateway's arguments and the paths of logs."""
+    if spec is not None:
+        async with up(spec) as stack:
+            state = StackDir(stack.name).read()
+            assert state is not None
+            yield [stack.name], [Path(state.log_dir)]
+        return
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.cheap_frontend",
+        env=make_environment(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        preexec_fn=processes.die_with_parent,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        url = (await process.stdout.readline()).decode().strip()
+        if not url:
+            raise StartError(
+                "The stand-in for a frontend did not start.", "Its error is on stderr."
+            )
+        yield [url, "--rl-url", url, "--model", MODEL, "--tokenizer", tokenizer], []
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run of the load, which fills in `figures`."""
+
+    gateway: GatewayProcess
+    journal: Path
+    logs: list[Path]
+    total: int
+    say: Say
+    figures: GatewayLoad
+    http: aiohttp.ClientSession = field(init=False)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    model: str = ""
+    began: float = 0.0
+
+    async def run(self) -> None:
+        base = f"http://{self.gateway.address.host}:{self.gateway.address.port}"
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=_BOUND)
+        async with aiohttp.ClientSession(base, connector=connector, timeout=timeout) as self.http:
+            self.model = (await self._request("GET", "/v1/models"))["data"][0]["id"]
+            self.figures.requests = 0
+            self.began = time.monotonic()
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(self.figures.agents):
+                    tasks.create_task(self._run_agent())
+        self._summarize()
+
+    async def _run_agent(self) -> None:
+        while self.figures.requests < self.total:
+            number = next(self.numbers)
+            try:
+                await self._run_episode(f"episode-{number}", vanishes=number % _VANISH_EVERY == 0)
+            except (RollwayError, OSError, EOFError, aiohttp.ClientError, ValueError) as error:
+                self.figures.failed_requests += 1
+                if len(self.figures.examples) < 10:
+                    self.figures.examples.append(repr(error)[:300])
+                # A gateway that is down must not be sent requests in a tight loop.
+                await asyncio.sleep(0.5)
+
+    async def _run_episode(self, session: str, *, vanishes: bool) -> None:
+        """Hold a conversation; then fetch and delete it, as a trainer does."""
+        messages: list[dict[str, str]] = []
+        for turn in range(_TURNS):
+            messages.append({"role": "user", "content": f"{session}, turn {turn}"})
+            body = {"model": self.model, "messages": messages, "max_tokens": _TOKENS}
+            body |= {"ignore_eos": True, "stream": turn % 2 == 1}
+            messages.append({"role": "assistant", "content": await self._chat(session, body)})
+        if vanishes:
+            await self._vanish(session, {**body, "stream": True})
+        path = f"/v1/rollway/trajectories/{session}"
+        fetched = await self._request("GET", path)
+        sequences = [TokenSequence.from_json(raw) for raw in fetched["trajectories"]]
+        sampled = sum(sum(sequence.loss_mask) for sequence in sequences)
+        # A turn whose client disconnected may or may not be recorded.
+        if sampled != _TURNS * _TOKENS and not (vanishes and sampled > _TURNS * _TOKENS):
+            self.figures.wrong_trajectories += 1
+        await self._request("DELETE", path)
+        self.figures.sessions += 1
+
+    async def _chat(self, session: str, body: dict[str, Any]) -> str:
+        headers = {"x-rollway-session": session}
+        answer = await self._request("POST", "/v1/chat/completions", body, headers)
+        if not body["stream"]:
+            return str(answer["choices"][0]["message"]["content"])
+        choices = [choice for event in answer for choice in event["choices"]]
+        return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+    async def _vanish(self, session: str, body: dict[str, Any]) -> None:
+        """Send a request and disconnect when the answer begins."""
+        headers = {"x-rollway-session": session}
+        raw, manner = json.dumps(body).encode(), Manner(vanish="answer")
+        try:
+            await call(self.gateway.address, "POST", "/v1/chat/completions", raw, headers, manner)
+        except Vanished:
+            self.figures.vanished_clients += 1
+        self._count()
+
+    async def _request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Any:
+        """Return the decoded answer: an object, or the list of a stream's events."""
+        async with self.http.request(method, path, json=body, headers=headers) as response:
+            raw = await response.read()
+            if response.status != 200:
+                raise RollwayError(f"{method} {path}: {response.status}, {raw[:200]!r}")
+        self._count()
+        if not raw.startswith(b"data:"):
+            return json.loads(raw)
+        lines = [line[5:].strip() for line in raw.split(b"\n") if line.startswith(b"data:")]
+        if lines[-1] != b"[DONE]":
+            raise RollwayError(f"{method} {path}: a stream without an end, {raw[-200:]!r}")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def _count(self) -> None:
+        """Count a request; sample and print the gateway's resources at regular intervals."""
+        figures = self.figures
+        figures.requests += 1
+        if figures.requests % max(1, self.total // _SAMPLES) == 0:
+            sample = Sample(
+                requests=figures.requests,
+                seconds=round(time.monotonic() - self.began, 2),
+                memory=self.gateway.memory()[0],
+                descriptors=self.gateway.descriptors(),
+                journal=size_of_store(self.journal),
+                log=sum(map(size_of, self.logs)),
+            )
+            figures.samples.append(sample)
+        if figures.requests % max(1, self.total // 20) == 0 and figures.samples:
+            self.say(_format_sample(figures.samples[-1]))
+
+    def _summarize(self) -> None:
+        figures, samples = self.figures, self.figures.samples
+        figures.seconds = round(time.monotonic() - self.began, 1)
+        part = max(2, len(samples) // 10)
+        figures.first, figures.last = _summarize(samples[:part]), _summarize(samples[-part:])
+        figures.memory_ratio = round(figures.last.memory_mib / figures.first.memory_mib, 3)
+        figures.journal_peak_mib = _mebibytes(max(sample.journal for sample in samples))
+        figures.log_mib = _mebibytes(samples[-1].log)
+        figures.samples = samples[:: max(1, len(samples) // 20)]  # 20 rows are enough to print
+
+
+def _summarize(samples: list[Sample]) -> Tenth:
+    count = max(1, samples[-1].requests - samples[0].requests)
+    seconds = max(1e-9, samples[-1].seconds - samples[0].seconds)
+    return Tenth(
+        memory_mib=_mebibytes(median(sample.memory for sample in samples)),
+        descriptors=median(sample.descriptors for sample in samples),
+        journal_mib=_mebibytes(median(sample.journal for sample in samples)),
+        log_per_request=round((samples[-1].log - samples[0].log) / count, 1),
+        requests_per_second=round(count / seconds, 1),
+    )
+
+
+def _format_sample(sample: Sample) -> str:
+    return (
+        f"{sample.requests} requests, {sample.seconds:.0f} s: "
+        f"{_mebibytes(sample.memory)} MiB, {sample.descriptors} descriptors, "
+        f"journal {_mebibytes(sample.journal)} MiB, logs {_mebibytes(sample.log)} MiB"
+    )
+
+
+def _mebibytes(count: float) -> float:
+    return round(count / 2**20, 2)

@@ -1,0 +1,127 @@
+"""`rollway bench plan`: the time to plan transfers of large models, and the size of the plans.
+
+Layouts are built from config numbers, so nothing is downloaded and no weights are in memory.
+`seconds` is the time from the trainer ranks' offers and the model's tensors to the plan: the best
+of several runs, because the work is always the same but other processes disturb it.
+`layout_seconds` is the time to describe the trainer ranks, which a running trainer does once.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks import round_floats
+from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.model import MegatronModel, describe
+from rollway.weights.megatron.names import NameMap
+from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.scenario import hf_headers
+from rollway.weights.planning.sources import megatron_sources
+from rollway.weights.planning.targets import engine_ranks, engine_targets
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "vocab_size": 151936,
+    "dtype": "bfloat16",
+}
+SYNTHETIC_1T = {
+    **QWEN3_30B_A3B,
+    "num_hidden_layers": 64,
+    "hidden_size": 7168,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 1408,
+    "num_experts": 512,
+    "vocab_size": 163840,
+}
+
+
+@dataclass(slots=True)
+class PlanFigures:
+    """The figures of one plan."""
+
+    seconds: float
+    cpu_seconds: float
+    layout_seconds: float
+    megatron_tensors: int
+    hf_tensors: int
+    parameters: int
+    sources: int
+    receivers: int
+    recipes: int
+    bytes_needed: int
+    bytes_ratio: float
+    descriptors: int
+    bytes_by_method: dict[str, int]
+    busiest_source: float
+    """Bytes of the busiest source, divided by the mean of the sources that send any."""
+
+
+def bench_plan() -> dict[str, Any]:
+    ep8 = measure(QWEN3_30B_A3B, Topology(ep=8), tp=2)
+    etp4 = measure(QWEN3_30B_A3B, Topology(tp=4, etp=4), tp=2)
+    large = measure(SYNTHETIC_1T, Topology(tp=8, ep=64), tp=16, repeats=1)
+    qwen = {
+        "seconds": max(ep8.seconds, etp4.seconds),
+        "megatron_tensors": ep8.megatron_tensors,
+        "hf_tensors": ep8.hf_tensors,
+        "bytes_ratio": ep8.bytes_ratio,
+        "descriptors": ep8.descriptors,
+        "ep8_to_tp2": asdict(ep8),
+        "etp4_to_tp2": asdict(etp4),
+    }
+    # The peak of the process, so of its largest plan: the synthetic model's.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    synthetic = {**asdict(large), "tensors": large.hf_tensors, "peak_rss_mb": peak}
+    return round_floats({"qwen3_30b_a3b": qwen, "synthetic_1t": synthetic}, ".4f")
+
+
+def measure(config: dict[str, Any], topology: Topology, tp: int, repeats: int = 3) -> PlanFigures:
+    """Plan from a Megatron trainer of this topology to one vLLM engine of `tp` ranks."""
+    headers = hf_headers(config)
+    began = time.monotonic()
+    names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+    model = describe(headers, names, topology)
+    sources = megatron_sources(model)
+    layout_seconds = time.monotonic() - began
+    receivers = [Receiver(f"engine{rank}") for rank in range(tp)]
+    seconds, cpu_seconds = [], []
+    for _ in range(repeats):
+        began, cpu_began = time.monotonic(), time.process_time()
+        result = plan(sources, receivers, engine_targets(engine_ranks(config, tp), headers))
+        seconds.append(time.monotonic() - began)
+        cpu_seconds.append(time.process_time() - cpu_began)
+    total = result.total
+    return PlanFigures(
+        seconds=min(seconds),
+        cpu_seconds=min(cpu_seconds),
+        layout_seconds=layout_seconds,
+        megatron_tensors=_count_tensors(model),
+        hf_tensors=len(headers),
+        parameters=sum(math.prod(header.shape) for header in headers.values()),
+        sources=len(sources),
+        receivers=tp,
+        recipes=len(result.recipes),
+        bytes_needed=total.needed,
+        bytes_ratio=total.ratio,
+        descriptors=total.descriptors,
+        bytes_by_method=dict(total.methods),
+        busiest_source=max(total.sources.values()) * len(total.sources) / total.moved,
+    )
+
+
+def _count_tensors(model: MegatronModel) -> int:
+    """Count the tensors of all ranks; the shards of a tensor count once, whatever their names."""
+    return len({names for layout in model.ranks.values() for names in layout.names.values()})

@@ -1,0 +1,165 @@
+"""`rollway bench prime-rl`: prime-rl's own clients through the server, against Dynamo alone.
+
+    single, 64,  the released `renderers` client, at the server and straight at Dynamo's own
+    512          generate route of the same workers, by turns, with so many episodes in flight
+
+All engines are real vLLM workers. Arms alternate, and a ratio is the median of the rounds' ratios:
+a machine that slows down affects both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import Say, round_floats
+from rollway.aio import up
+from rollway.api import make_spec
+from rollway.errors import RollwayError, UsageError
+from rollway.integrations.prime_rl.serve import API_KEY
+
+LIMITS = {"single": 0.85, "64": 0.9, "512": 0.9}
+MODEL = "bench"
+_DRIVER = Path(__file__).with_name("prime_rl_driver.py")
+_DRIVER_SECONDS = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Episodes of two turns, so many at once."""
+
+    name: str
+    episodes: int
+    in_flight: int
+    rounds: int
+    max_tokens: int = 64
+    """Of each turn. Shorter turns are more requests for the same work of the engines."""
+
+
+LOADS = (Load("single", 4, 1, 9), Load("64", 128, 64, 7), Load("512", 512, 512, 3, max_tokens=32))
+EPISODE = {"prompt_tokens": 128, "turns": 2}
+PARTS = tuple(load.name for load in LOADS)
+
+
+async def bench_prime_rl(
+    python: Path, model: Path, scratch: Path, say: Say, *, parts: Sequence[str] = PARTS
+) -> dict[str, Any]:
+    """Measure these parts; `python` is the interpreter that has `renderers`."""
+    if not python.is_file():
+        raise UsageError(
+            f"There is no interpreter {python}.",
+            "Run `make setup-prime-rl`, or name the one that has renderers: --prime-rl-python.",
+        )
+    figures: dict[str, Any] = {"limits": LIMITS}
+    if loads := [load for load in LOADS if load.name in parts]:
+        figures["throughput"] = await _measure_clients(python, model, scratch, say, loads)
+    return round_floats(figures, ".4g")
+
+
+async def _measure_clients(
+    python: Path, model: Path, scratch: Path, say: Say, loads: Sequence[Load]
+) -> dict[str, Any]:
+    args = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 64}
+    served = {"path": str(model), "name": MODEL, "replicas": 2, "args": args}
+    say("starting two vLLM workers")
+    spec = make_spec({"name": "bench-prime-rl", "models": [served]})
+    async with up(spec) as stack, _serve(stack.name, scratch) as server:
+        urls = {"rollway": f"{server}/v1", "dynamo": f"{stack.frontend_url}/v1"}
+        fields = {"tokenizer": str(model), "model": MODEL, "urls": urls, **EPISODE}
+        fields["runs"] = list_runs(loads)
+        return await asyncio.to_thread(_measure_throughput, python, scratch, fields, say, loads)
+
+
+@contextlib.asynccontextmanager
+async def _serve(stack: str, output_dir: Path) -> AsyncIterator[str]:
+    """Run `rollway prime-rl serve` in a process of its own; yield its address."""
+    command = [sys.executable, "-m", "rollway.cli", "prime-rl", "serve", stack, "--json"]
+    command += ["--port", "0", "--output-dir", str(output_dir)]
+    command += ["--journal", str(output_dir / f"{stack}.sqlite")]
+    os.environ.setdefault(API_KEY, secrets.token_hex(16))  # for the server and its clients
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        if not line:
+            raise RollwayError("The server did not start.")
+        yield str(json.loads(line)["url"]).removesuffix("/v1")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+def _measure_throughput(
+    python: Path, scratch: Path, job: dict[str, Any], say: Say, loads: Sequence[Load]
+) -> dict[str, Any]:
+    rates: dict[tuple[str, int], dict[str, float]] = {}
+    for run in _drive(python, scratch, job):
+        rate = run["tokens"] / run["seconds"]
+        rates.setdefault((run["load"], run["round"]), {})[run["arm"]] = rate
+        say(f"{run['load']} in flight, {run['arm']}: {rate:.0f} tokens/s")
+    return {load.name: summarize(load, rates) for load in loads}
+
+
+def _drive(python: Path, scratch: Path, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what the driver prints, in the environment of prime-rl's clients."""
+    file, log = scratch / "job.json", scratch / "driver.log"
+    file.write_text(json.dumps(job))
+    # -P: `prime_rl` is prime-rl, not the module beside the driver.
+    command = [str(python), "-P", str(_DRIVER), str(file)]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as driver,
+    ):
+        assert driver.stdout is not None
+        try:
+            yield from (json.loads(line) for line in driver.stdout if line.startswith("{"))
+            driver.wait(_DRIVER_SECONDS)
+        finally:
+            driver.kill()
+    if driver.returncode:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise RollwayError(f"prime-rl's client ended with {driver.returncode}:\n{tail}")
+
+
+def list_runs(loads: Sequence[Load] = LOADS) -> list[dict[str, Any]]:
+    """List the runs of these loads in order. The first round of a load is its warm-up; then the two
+    arms alternate in which is first."""
+    return [
+        {
+            "name": f"{load.name}-{number}-{arm}",
+            "arm": arm,
+            "load": load.name,
+            "round": number,
+            "episodes": load.episodes,
+            "in_flight": load.in_flight,
+            "max_tokens": load.max_tokens,
+        }
+        for load in loads
+        for number in range(load.rounds + 1)
+        for arm in (("rollway", "dynamo"), ("dynamo", "rollway"))[number % 2]
+    ]
+
+
+def summarize(load: Load, rates: dict[tuple[str, int], dict[str, float]]) -> dict[str, Any]:
+    """Return tokens per second of each arm, and the ratio, without the warm-up."""
+    rounds = [rates[load.name, number] for number in range(1, load.rounds + 1)]
+    ratios = [both["rollway"] / both["dynamo"] for both in rounds]
+    return {
+        "tokens_per_second": {arm: median(r[arm] for r in rounds) for arm in rounds[0]},
+        "ratio": median(ratios),
+        "ratios": ratios,
+    }

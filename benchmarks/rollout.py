@@ -1,0 +1,314 @@
+"""`rollway bench rollout`: the cost of the client and the gateway, against others in the same run.
+
+The same requests go to the same stack, with the same number in flight, through `Rollouts`, through
+a bare aiohttp loop that checks nothing, and through the `openai` client. The three alternate, every
+round sends new prompts, and a ratio is the median of the rounds' ratios: a machine that slows down
+affects all three.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from benchmarks import Say
+from rollway.aio import Stack, up
+from rollway.gateway.command import create_gateway
+from rollway.gateway.server import Gateway
+from rollway.gateway.store import Store
+from rollway.gateway.template import Template
+from rollway.rollout.sampling import Sampling
+from rollway.rollout.wire import completion_request
+from rollway.spec import StackSpec
+
+ROUNDS = 5
+Send = Callable[[list[int]], Awaitable[int]]
+"""Sends a prompt and returns the number of sampled tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A number of equal requests."""
+
+    name: str
+    requests: int
+    at_once: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+LOADS = (
+    Load("short", 300, 64, 128, 16),
+    Load("long answers", 128, 64, 512, 256),
+    Load("32k prompts", 24, 8, 32_000, 8),
+)
+REAL_LOADS = (Load("short", 128, 64, 128, 16), Load("long answers", 64, 64, 512, 64))
+"""A real engine on CPU is slow, and its context is short: fewer and shorter requests."""
+
+
+@dataclass(slots=True)
+class ClientFigures:
+    """The figures of one load by client: medians over the rounds."""
+
+    engine: str
+    load: str
+    requests_per_second: dict[str, float] = field(default_factory=dict)
+    tokens_per_second: dict[str, float] = field(default_factory=dict)
+    cpu_ms_per_request: dict[str, float] = field(default_factory=dict)
+    """CPU time of the client process."""
+    ratio_to_bare: float = 0.0
+    ratio_to_openai: float = 0.0
+    cpu_ratio_to_openai: float = 0.0
+
+
+@dataclass(slots=True)
+class GatewayFigures:
+    """Chat requests through the gateway, compared with requests to the frontend itself."""
+
+    sessions: int
+    prompt_tokens: int
+    direct_ms: float
+    """Wall time of all requests, divided by their number."""
+    gateway_ms: float
+    overhead_ms: float
+
+
+@dataclass(slots=True)
+class RolloutFigures:
+    clients: list[ClientFigures] = field(default_factory=list)
+    gateway: list[GatewayFigures] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        engines = dict.fromkeys(row.engine for row in self.clients)
+        return {**asdict(self), "engines": {engine: self._summarize(engine) for engine in engines}}
+
+    def _summarize(self, engine: str) -> dict[str, float]:
+        """Return geometric means over all loads, also those where the engine needs nearly all of
+        the time and the clients hardly differ."""
+        rows = [row for row in self.clients if row.engine == engine]
+        names = ("ratio_to_bare", "ratio_to_openai", "cpu_ratio_to_openai")
+        return {
+            name: round(geometric_mean(getattr(row, name) for row in rows), 3) for name in names
+        }
+
+
+async def bench_rollout(spec: StackSpec, say: Say) -> list[ClientFigures]:
+    """Measure all clients on one stack."""
+    rows: list[ClientFigures] = []
+    engine = spec.models[0].engine
+    say(f"{engine}: starting the stack")
+    async with up(spec) as stack:
+        for load in LOADS if engine == "mocker" else REAL_LOADS:
+            say(f"{engine}: {load.name}")
+            rows.append(await _measure_clients(stack, engine, load))
+            say(f"{engine}: {load.name}: {rows[-1].requests_per_second} requests/s")
+    return rows
+
+
+async def _measure_clients(stack: Stack, engine: str, load: Load) -> ClientFigures:
+    from openai import AsyncOpenAI
+
+    logprobs = engine != "mocker"
+    sampling = Sampling(max_tokens=load.max_tokens, ignore_eos=True, logprobs=logprobs)
+    model = stack.models[0]
+    rng = random.Random(0)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        AsyncOpenAI(
+            base_url=f"{stack.frontend_url}/v1", api_key="-", max_retries=0, timeout=600.0
+        ) as openai,
+    ):
+        senders = {
+            "bare": _make_bare(session, stack, model, sampling),
+            "rollway": _make_rollway(stack, sampling),
+            "openai": _make_openai(openai, model, sampling),
+        }
+        names = list(senders)
+        rounds = []
+        for turn in range(ROUNDS + 1):
+            first = turn % len(names)
+            times = {}
+            for name in names[first:] + names[:first]:
+                # New prompts every time: no client may profit from another's prefix cache.
+                prompts = [
+                    rng.choices(range(10, 200), k=load.prompt_tokens) for _ in range(load.requests)
+                ]
+                times[name] = await _time_round(senders[name], prompts, load.at_once)
+            rounds.append(times)
+    return _compute_figures(engine, load, rounds[1:])  # the first round is the warm-up
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """The times of one client in one round."""
+
+    seconds: float
+    cpu_seconds: float
+    tokens: int
+
+
+def _compute_figures(engine: str, load: Load, rounds: list[dict[str, _Round]]) -> ClientFigures:
+    figures = ClientFigures(engine, load.name)
+    for name in rounds[0]:
+        own = [times[name] for times in rounds]
+        rate = median(load.requests / times.seconds for times in own)
+        figures.requests_per_second[name] = round(rate, 1)
+        tokens = median(times.tokens / times.seconds for times in own)
+        figures.tokens_per_second[name] = round(tokens, 1)
+        cpu = median(times.cpu_seconds for times in own)
+        figures.cpu_ms_per_request[name] = round(cpu * 1000 / load.requests, 3)
+
+    def ratio(other: str) -> float:
+        return round(median(times[other].seconds / times["rollway"].seconds for times in rounds), 3)
+
+    cpu_ms = figures.cpu_ms_per_request
+    figures.ratio_to_bare, figures.ratio_to_openai = ratio("bare"), ratio("openai")
+    figures.cpu_ratio_to_openai = round(cpu_ms["openai"] / max(cpu_ms["rollway"], 1e-6), 3)
+    return figures
+
+
+async def _time_round(send: Send, prompts: list[list[int]], at_once: int) -> _Round:
+    slots = asyncio.Semaphore(at_once)
+
+    async def send_in_slot(prompt: list[int]) -> int:
+        async with slots:
+            return await send(prompt)
+
+    began, cpu_began = time.monotonic(), time.process_time()
+    tokens = sum(await asyncio.gather(*map(send_in_slot, prompts)))
+    return _Round(time.monotonic() - began, time.process_time() - cpu_began, tokens)
+
+
+def _make_rollway(stack: Stack, sampling: Sampling) -> Send:
+    rollouts = stack.rollouts(concurrency=1_000_000)
+
+    async def send(prompt: list[int]) -> int:
+        (rollout,) = await rollouts.generate(prompt, sampling)
+        return len(rollout.token_ids)
+
+    return send
+
+
+def _make_bare(
+    session: aiohttp.ClientSession, stack: Stack, model: str, sampling: Sampling
+) -> Send:
+    """Send the same body and decode the answer, without retries or checks."""
+    url = f"{stack.frontend_url}/v1/completions"
+
+    async def send(prompt: list[int]) -> int:
+        body = completion_request(model, prompt, sampling)
+        async with session.post(url, json=body) as response:
+            response.raise_for_status()
+            answer = await response.json()
+        return len(answer["nvext"]["completion_token_ids"])
+
+    return send
+
+
+def _make_openai(client: Any, model: str, sampling: Sampling) -> Send:
+    """Send and receive token ids as Dynamo's documentation describes."""
+
+    async def send(prompt: list[int]) -> int:
+        answer = await client.completions.create(
+            model=model,
+            prompt="-",
+            max_tokens=sampling.max_tokens,
+            temperature=1.0,
+            logprobs=0 if sampling.logprobs else None,
+            extra_body={
+                "ignore_eos": True,
+                "nvext": {"token_data": prompt, "extra_fields": ["completion_token_ids"]},
+            },
+        )
+        return len(answer.model_extra["nvext"]["completion_token_ids"])
+
+    return send
+
+
+async def bench_gateway(
+    spec: StackSpec, scratch: Path, say: Say, sessions: tuple[int, ...] = (1, 100, 1000)
+) -> list[GatewayFigures]:
+    """Compare the gateway with the frontend, over real HTTP.
+
+    The gateway runs in this process, so that both paths use the same cores."""
+    rows = []
+    async with up(spec) as stack:
+        store = Store(scratch / "gateway.sqlite")
+        gateway = await create_gateway(stack, Template(spec.models[0].path), store)
+        runner = web.AppRunner(gateway.app(), access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        try:
+            for length in (64, 1_500):
+                for count in sessions:
+                    if length > 1000 and count > 100:
+                        continue  # the overhead of long prompts shows with fewer sessions
+                    say(f"gateway: {count} sessions, prompts of about {length} tokens")
+                    rows.append(await _measure_overhead(stack, gateway, url, count, length))
+                    say(f"gateway: {rows[-1].overhead_ms} ms more per request")
+        finally:
+            await runner.cleanup()
+            store.close()
+    return rows
+
+
+async def _measure_overhead(
+    stack: Stack, gateway: Gateway, url: str, sessions: int, length: int
+) -> GatewayFigures:
+    messages = [{"role": "user", "content": "7" * length}]  # a token per character
+    prompt = await gateway.template.prompt({}, messages, None)
+    direct = {
+        "model": gateway.model,
+        "messages": [{"role": "user", "content": "-"}],
+        "max_tokens": 8,
+        "logprobs": True,
+        "ignore_eos": True,
+        "nvext": {"token_data": prompt, "extra_fields": ["completion_token_ids"]},
+    }
+    through = {"messages": messages, "max_tokens": 8, "ignore_eos": True}
+    paths = [
+        (f"{stack.frontend_url}/v1/chat/completions", direct),
+        (f"{url}/chat/completions", through),
+    ]
+    # A round of one session is a single request: too noisy for few rounds.
+    rounds = 40 if sessions == 1 else ROUNDS
+    rows: list[list[float]] = []
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        for number in range(rounds + 1):
+            names = [f"s{sessions}-{length}-{number}-{session}" for session in range(sessions)]
+            # The two paths alternate in which is first.
+            order = 1 if number % 2 else -1
+            times = [await _time_requests(http, *path, names) for path in paths[::order]]
+            rows.append(times[::order])
+    rows = rows[1:]  # the first round is the warm-up
+    direct_ms, gateway_ms = (median(column) for column in zip(*rows, strict=True))
+    overhead = median(through_ms - alone_ms for alone_ms, through_ms in rows)
+    return GatewayFigures(
+        sessions, len(prompt), round(direct_ms, 3), round(gateway_ms, 3), round(overhead, 3)
+    )
+
+
+async def _time_requests(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], names: list[str]
+) -> float:
+    """Send one request per session, all at once; return milliseconds of wall time per request."""
+
+    async def send(name: str) -> None:
+        async with http.post(url, json=body, headers={"x-rollway-session": name}) as answer:
+            answer.raise_for_status()
+            await answer.read()
+
+    began = time.monotonic()
+    await asyncio.gather(*map(send, names))
+    return (time.monotonic() - began) * 1000 / len(names)

@@ -1,0 +1,451 @@
+"""Record sampled turns by session, in one SQLite file.
+
+    request ─► open(name) ─► … sample … ─► record(session, turns): commit, then memory ─► answer
+
+A turn is committed before the client receives its answer, so a gateway that is killed and restarted
+has everything that a client received. If a session is deleted meanwhile, its turns in flight are
+answered but not recorded.
+
+One thread owns the database. Turns that arrive while it commits share its next commit. Recent
+sessions are also in memory; of the others only their names and numbers of turns are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+import stat
+import threading
+import zlib
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from rollway import private_files
+from rollway.errors import RollwayError, UsageError
+from rollway.gateway.turns import PARENT_MISSING, Session, Turn
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_APPLICATION = 0x526F6C77  # "Rolw"
+VERSION = 1
+# SQLite erases pages that it frees, but not the old places of rows that it moves between pages.
+# The filler takes all that a row has in such a page, so names and turns are in pages of their own
+# (overflow pages), which are freed with them. The other columns are for who lists sessions.
+_PAGE = 1024
+_SCHEMA = f"""
+CREATE TABLE sessions (id INTEGER PRIMARY KEY, filler BLOB NOT NULL, name TEXT NOT NULL);
+CREATE TABLE turns (
+    number INTEGER PRIMARY KEY, session INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    forked INTEGER NOT NULL, version INTEGER, crc INTEGER NOT NULL, filler BLOB NOT NULL,
+    turn BLOB NOT NULL
+);
+CREATE INDEX by_session ON turns (session);
+PRAGMA application_id = {_APPLICATION};
+PRAGMA user_version = {VERSION};
+"""
+_INSERT_SESSION = f"INSERT INTO sessions (filler, name) VALUES (zeroblob({_PAGE}), ?)"
+_INSERT_TURN = f"""
+INSERT INTO turns (session, tokens, forked, version, crc, filler, turn)
+VALUES (?, ?, ?, ?, ?, zeroblob({_PAGE}), ?)
+"""
+_ERASE_SECONDS = 60.0
+_RECENT = 1024
+"""How many sessions stay in memory."""
+_MOST_REASONS = 32
+
+_DAMAGE = (sqlite3.DatabaseError, ValueError, TypeError, KeyError)
+"""What reading a damaged file may raise."""
+
+_decoder = msgspec.msgpack.Decoder(Turn)
+
+_Row = tuple[int, bool, int | None, int, bytes]
+_Batched = tuple[Session, Sequence[Turn], list[_Row], Future[bool]]
+
+
+class StoreFull(RollwayError):
+    """The store could not be written, so nothing was recorded."""
+
+    http_status = 507
+
+
+class StoreDamaged(RollwayError):
+    """The file is not as a gateway wrote it. It stays as it is."""
+
+    def __init__(self, path: Path | None, reason: str) -> None:
+        super().__init__(
+            f"The store {path} is damaged: {reason}.",
+            "Restore a copy of it, or pass another file to --journal; this one stays as it is.",
+        )
+
+
+class Store:
+    """All sessions. Its coroutines may be called from any event loop."""
+
+    def __init__(
+        self, path: Path | None, *, sync: bool = False, erase_within: float = _ERASE_SECONDS
+    ) -> None:
+        """Open the file of an earlier gateway, or create one; without a path, record in memory.
+
+        With `sync`, a turn counts only when it is on the disk, not just in the kernel. The text of
+        a deleted session leaves the files within `erase_within` seconds."""
+        self._name = None if path is None else Path(path.name)
+        """For errors that clients see."""
+        self.sessions: dict[str, int] = {}
+        """The number of turns of each session."""
+        self._ids: dict[str, int] = {}
+        """The number of each session in the file."""
+        self.turns = 0
+        """How many turns this process has recorded."""
+        self.forks: Counter[str] = Counter()
+        """How many of them do not extend the turn before, by reason."""
+        self._opened: WeakValueDictionary[str, Session] = WeakValueDictionary()
+        """The sessions in memory, and those that only a request in flight refers to so far."""
+        self._recent: OrderedDict[str, Session] = OrderedDict()
+        self._names = threading.Lock()  # guards these tables
+        self._pending: deque[tuple[Session, Sequence[Turn], Future[bool]]] = deque()
+        self._erase_within = erase_within
+        self._eraser: threading.Timer | None = None
+        self._file = None if path is None else _claim(path)
+        try:
+            with _explain(path):
+                if path is not None and path.stat().st_size:
+                    # Apart, and only to read: closing a connection that may write changes the file.
+                    with closing(_connect(path, "ro")) as db:
+                        self._ids, self.sessions = _check(db, path)
+                self._db = _connect(path, "rw")
+                self._db.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
+                self._db.execute("PRAGMA secure_delete = ON")
+                _create(self._db)
+        except BaseException:
+            if self._file is not None:
+                os.close(self._file)
+            raise
+        self._thread = ThreadPoolExecutor(1, "gateway-store")
+        self._erase()  # what a killed gateway had deleted
+
+    async def open(self, name: str) -> Session:
+        """Return the session to record into. It is listed once it has a turn."""
+        with self._names:
+            session = self._opened.get(name)
+            if session is None and name not in self.sessions:
+                session = Session(name)
+            if session is not None:
+                self._opened[name] = session
+                return session
+        return await self._run(self._load, name)
+
+    async def find(self, name: str) -> Session | None:
+        """Return a session that has turns."""
+        return await self.open(name) if name in self.sessions else None
+
+    async def record(self, session: Session, turns: Sequence[Turn]) -> bool:
+        """Record turns of one session: all of them, or none. If the session was deleted, record
+        nothing and return False."""
+        future: Future[bool] = Future()
+        self._pending.append((session, turns, future))
+        self._thread.submit(self._drain)
+        return await asyncio.wrap_future(future)
+
+    async def delete(self, name: str) -> bool:
+        """Delete a session; return False if there is none. Its text leaves the files soon."""
+        return await self._run(self._delete, name)
+
+    def close(self) -> None:
+        """Finish what was requested, erase deleted sessions, and release the file."""
+        self._thread.shutdown()
+        if self._eraser is not None:
+            self._eraser.cancel()
+        self._erase()
+        self._db.close()
+        if self._file is not None:
+            os.close(self._file)
+
+    # --- in the thread ---------------------------------------------------------------------------
+
+    async def _run(self, work: Callable[[str], T], name: str) -> T:
+        return await asyncio.wrap_future(self._thread.submit(work, name))
+
+    def _keep(self, session: Session) -> Session:
+        """Keep a session in memory, and let go of the one that was used least recently."""
+        self._opened[session.name] = self._recent[session.name] = session
+        self._recent.move_to_end(session.name)
+        if len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
+        return session
+
+    def _load(self, name: str) -> Session:
+        with self._names:
+            session = self._opened.get(name)
+        if session is None:
+            session = Session(name)
+            query = "SELECT turn, crc FROM turns WHERE session = ? ORDER BY number"
+            for raw, crc in self._db.execute(query, (self._ids.get(name),)):
+                turn = decode(raw, crc, self._name)
+                if turn.session != name:
+                    raise StoreDamaged(self._name, "a turn is in another session")
+                session.add(turn)
+        with self._names:
+            return self._keep(session)
+
+    def _drain(self) -> None:
+        """Record all waiting turns in one transaction. A turn that is refused fails alone."""
+        batch: list[_Batched] = []
+        while self._pending:
+            session, turns, future = self._pending.popleft()
+            if not future.set_running_or_notify_cancel():  # its client is gone
+                continue
+            try:
+                batch.append((session, turns, [_encode(session, turn) for turn in turns], future))
+            except Exception as error:  # noqa: BLE001 - the requests must not wait for ever
+                future.set_exception(error)
+        try:
+            self._commit([item for item in batch if not item[0].gone])
+        except Exception as error:  # noqa: BLE001 - as above
+            for *_, future in batch:
+                future.set_exception(error)
+            return
+        for session, _, _, future in batch:
+            future.set_result(not session.gone)
+
+    def _commit(self, batch: Sequence[_Batched]) -> None:
+        """Write turns to the file, then to memory: all of them count, or none."""
+        if not batch:
+            return
+        ids: dict[str, int] = {}
+        with self._transaction():
+            for session, _, rows, _ in batch:
+                number = self._ids.get(session.name) or ids.get(session.name)
+                if number is None:
+                    number = self._db.execute(_INSERT_SESSION, (session.name,)).lastrowid
+                    assert number is not None
+                    ids[session.name] = number
+                self._db.executemany(_INSERT_TURN, [(number, *row) for row in rows])
+        self._ids |= ids
+        with self._names:
+            for session, turns, _, _ in batch:
+                for turn in turns:
+                    session.add(turn)
+                    self._count(turn)
+                self.sessions[session.name] = len(session.turns)
+                self._keep(session)
+
+    def _count(self, turn: Turn) -> None:
+        self.turns += 1
+        if turn.forked:
+            # A reason may quote the request: the number of different ones is bounded.
+            is_known = turn.forked in self.forks or len(self.forks) < _MOST_REASONS
+            self.forks[turn.forked if is_known else "other"] += 1
+
+    def _delete(self, name: str) -> bool:
+        with self._names:
+            session, is_recorded = self._opened.get(name), name in self.sessions
+        if is_recorded:
+            with self._transaction():
+                for query in (
+                    "DELETE FROM turns WHERE session = ?",
+                    "DELETE FROM sessions WHERE id = ?",
+                ):
+                    self._db.execute(query, (self._ids[name],))
+            del self._ids[name]
+            self._schedule_erasure()
+        with self._names:
+            if session is not None:
+                session.gone = True
+            self._opened.pop(name, None)
+            self._recent.pop(name, None)
+            self.sessions.pop(name, None)
+        return is_recorded or session is not None
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            if self._file is not None and not os.fstat(self._file).st_nlink:
+                raise sqlite3.OperationalError("another program removed it; restart the gateway")
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            if not isinstance(error, sqlite3.Error):
+                raise
+            raise StoreFull(
+                f"Nothing was recorded: the store {self._name} cannot be written ({error}).",
+                "Free space on its disk. Only after a read-only disk, restart the gateway.",
+            ) from error
+
+    def _schedule_erasure(self) -> None:
+        if self._eraser is None:
+            self._eraser = threading.Timer(self._erase_within / 2, self._submit_erasure)
+            self._eraser.daemon = True
+            self._eraser.start()
+
+    def _submit_erasure(self) -> None:
+        self._eraser = None
+        with contextlib.suppress(RuntimeError):  # the gateway ends, and erases itself
+            self._thread.submit(self._erase)
+
+    def _erase(self) -> None:
+        """Empty the write-ahead log, which still has the text of deleted sessions; in the database
+        itself, `secure_delete` has overwritten it."""
+        try:
+            is_busy = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        except sqlite3.Error as error:
+            log.warning("The text of deleted sessions is not erased yet: %s", error)
+            is_busy = True
+        if is_busy:  # a reader is at work, or the disk is full
+            self._schedule_erasure()
+
+
+def decode(raw: bytes, crc: int, path: Path | None) -> Turn:
+    """Return the turn of a row; raise if it is not what was recorded."""
+    if zlib.crc32(raw) != crc:
+        raise StoreDamaged(path, "a checksum is wrong")
+    return _decoder.decode(raw)
+
+
+def _encode(session: Session, turn: Turn) -> _Row:
+    """Return a turn as a row; raise if it could be written but not served."""
+    turn.check()
+    if turn.session != session.name or turn.id in session:
+        raise ValueError(f"The turn {turn.id} does not belong to `{session.name}`.")
+    if turn.parent is not None and turn.parent not in session:
+        turn.parent, turn.forked = None, PARENT_MISSING
+    raw = msgspec.msgpack.encode(turn)
+    is_forked = bool(turn.forked)
+    return len(turn.token_ids), is_forked, turn.version, zlib.crc32(raw), raw
+
+
+# --- opening -------------------------------------------------------------------------------------
+
+
+def _claim(path: Path) -> int:
+    """Create the file if it is missing, and lock it; return its descriptor. Nobody else may read
+    the files, or put others in their place."""
+    try:
+        for directory in [each for each in reversed(path.parents) if not each.exists()]:
+            directory.mkdir(mode=0o700)
+        if path.parent.stat().st_mode & stat.S_IWOTH:
+            raise OSError(errno.EPERM, "All users can write to its directory")
+        for suffix in ("", "-wal", "-shm"):
+            _check_owner(path.with_name(path.name + suffix))
+        old = path.with_suffix(".jsonl")
+        if old != path and old.exists():
+            raise UsageError(
+                f"{old} is a journal of an earlier version, which this version does not read.",
+                "Move it away to begin with no sessions.",
+            )
+        try:
+            file = private_files.open_file(path, os.O_RDWR)
+        except OSError:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)  # a read-only disk
+    except OSError as error:
+        raise UsageError(
+            f"The store {path} cannot be used: {error.strerror}.", "Pass another file to --journal."
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # SQLite's own locks are of another kind
+    except OSError as error:
+        os.close(file)
+        raise UsageError(
+            f"Another gateway uses the store {path}.", "Pass another file to --journal."
+        ) from error
+    return file
+
+
+def _check_owner(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "It is not a regular file")
+        if status.st_uid != os.getuid():
+            raise OSError(errno.EPERM, "It belongs to another user")
+
+
+def _connect(path: Path | None, access: str) -> sqlite3.Connection:
+    """Open the database, on a full or read-only disk for those who fetch what is recorded."""
+    file = "file:" if path is None else f"file:{quote(str(path.absolute()))}"
+    # Without room for the index that readers share (`-shm`), do without readers.
+    attempts = [(f"mode={access if path else 'memory'}", mode) for mode in ("NORMAL", "EXCLUSIVE")]
+    if path is not None and not path.with_name(f"{path.name}-wal").exists():
+        attempts.append(("immutable=1", "NORMAL"))  # there is nothing but this file
+    reason: Exception = OSError()
+    for options, mode in attempts:
+        uri = f"{file}?{options}"
+        db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute(f"PRAGMA locking_mode = {mode}")
+            db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            return db
+        except sqlite3.OperationalError as error:
+            db.close()
+            reason = error
+        except _DAMAGE:
+            db.close()
+            raise
+    raise reason
+
+
+@contextmanager
+def _explain(path: Path | None) -> Iterator[None]:
+    """Raise errors of SQLite with their cause and a fix."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise UsageError(
+            f"The store {path} cannot be opened: {error}.", "Pass another file to --journal."
+        ) from error
+    except _DAMAGE as error:
+        if getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_NOTADB:
+            raise StoreDamaged(path, str(error)) from error
+        raise UsageError(
+            f"{path} is not the store of a gateway: {error}.", "Pass another file to --journal."
+        ) from error
+
+
+def _create(db: sqlite3.Connection) -> None:
+    """Create the tables if there are none."""
+    if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        db.execute(f"PRAGMA page_size = {_PAGE}")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+
+
+def _check(db: sqlite3.Connection, path: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Check every row. Return the id of each session, and its number of turns."""
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if not application and not tables:  # a gateway was killed while it created the tables
+        return {}, {}
+    if (application, version) != (_APPLICATION, VERSION):
+        kind = "the store of a gateway of another version"
+        raise UsageError(
+            f"{path} is {kind if application == _APPLICATION else 'another database'}.",
+            "Pass another file to --journal; this one stays as it is.",
+        )
+    (result,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+    if result != "ok":
+        raise StoreDamaged(path, result)
+    names = dict(db.execute("SELECT id, name FROM sessions"))
+    counts = dict.fromkeys(names.values(), 0)
+    for number, raw, crc in db.execute("SELECT session, turn, crc FROM turns"):
+        if zlib.crc32(raw) != crc:
+            raise StoreDamaged(path, f"a turn of `{names[number]}` has the wrong checksum")
+        counts[names[number]] += 1
+    return {name: number for number, name in names.items()}, counts

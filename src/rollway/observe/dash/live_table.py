@@ -1,0 +1,127 @@
+"""`rollway top`: the dashboard's figures as tables of a terminal, once or for as long as one looks.
+
+Cells hold text of other programs: they are never read as markup, and the reader of the record has
+removed what a terminal would obey.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rollway.observe.dash.view import Watch
+from rollway.observe.figures import (
+    NONE,
+    count,
+    format_bytes,
+    format_clock,
+    format_number,
+    format_seconds,
+    format_share,
+    format_utc,
+)
+from rollway.observe.workers import rank_name
+
+_STYLES = {"good": "green", "warn": "yellow", "bad": "bold red", "unknown": "dim"}
+_MOST_REFITS, _MOST_STEPS, _MOST_EVENTS = 8, 6, 12
+
+
+def run_top(watch: Watch, interval: float) -> None:
+    """Show a run until the user presses Ctrl-C; what does not change is not sent again."""
+    with Live(draw(watch), auto_refresh=False, screen=True) as live:
+        try:
+            while True:
+                time.sleep(interval)
+                if watch.poll():
+                    live.update(draw(watch), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def print_once(watch: Watch, width: int | None) -> None:
+    Console(highlight=False, width=width).print(draw(watch))
+
+
+def draw(watch: Watch) -> Group:
+    """Return all tables."""
+    model = watch.make_model()
+    run, fleet = model["run"], model["fleet"]
+    now = format_clock(run["now"]) if run["phase"] == "live" else format_utc(run["now"]) + " UTC"
+    parts: list[RenderableType] = [
+        Text(f"{run['stack'] or run['label']} · {run['phase']} · {now}", "bold")
+    ]
+    parts += [Text(note, "yellow") for note in run["notes"]]
+    answers = [
+        (a["name"], (a["figure"], _STYLES[a["level"]]), a["sentence"], (a["threshold"], "dim"))
+        for a in model["top"]
+    ]
+    parts.append(_draw("", ("", "", "", ""), answers))
+    serving = sum(row["state"] in ("ready", "serving") for row in fleet)
+    title = f"Fleet: {serving} of {count(len(fleet), 'worker')} serve{'s' * (len(fleet) == 1)}"
+    columns: tuple[str, ...] = (
+        "worker", "state", "version", "load", "wait", "KV", "hits", "restarts", "last event",
+    )  # fmt: skip
+    rows = sorted(fleet, key=lambda row: rank_name(row["name"]))
+    parts.append(_draw(title, columns, map(_list_worker_cells, rows)))
+    columns = ("version", "outcome", "took", "paused", "weights", "ended", "error")
+    refits = [
+        (refit["version"], refit["outcome"], format_seconds(refit["seconds"]),
+         format_seconds(refit["paused_seconds"]),
+         f"{refit['transport'] or NONE} {format_bytes(refit['bytes'])}",
+         format_clock(refit["ended"]), (refit["error"], "bold red"))
+        for refit in model["refits"][:_MOST_REFITS]
+    ]  # fmt: skip
+    parts.append(_draw("Refits, newest first", columns, refits))
+    parts.append(_draw("Rollouts", ("", ""), _list_rollout_figures(model)))
+    names = ("generate", "train", "publish", "wait", "paused")
+    steps = [
+        (step["step"], format_seconds(step["seconds"]),
+         *(format_seconds(step["parts"].get(name)) for name in names))
+        for step in model["trainer"][: -_MOST_STEPS - 1 : -1]
+    ]  # fmt: skip
+    parts.append(_draw("Trainer's steps, newest first", ("step", "took", *names), steps))
+    events = [
+        (format_clock(e["t"]), (e["event"], _STYLES.get(e["level"], "")), e["worker"], e["detail"])
+        for e in watch.view.get_events()[: -_MOST_EVENTS - 1 : -1]
+    ]
+    parts.append(_draw("Events, newest first", ("time", "event", "worker", "detail"), events))
+    return Group(*parts)
+
+
+def _list_worker_cells(row: Mapping[str, Any]) -> Sequence[Any]:
+    at = f" {format_clock(row['last_event_at'])}" if row["last_event"] else ""
+    version = NONE if row["version"] is None else row["version"]
+    return (row["name"], row["state"], version, format_number(row["load"]),
+            format_number(row["waiting"]), format_share(row["kv"]), format_share(row["hits"]),
+            row["restarts"], row["last_event"] + at)  # fmt: skip
+
+
+def _list_rollout_figures(model: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
+    rollouts, exactness = model["rollouts"], model["exactness"]
+    for name in ("tokens_per_second", "rollouts_per_second"):
+        yield name.replace("_", " "), format_number(rollouts[name])
+    forms: dict[str, Callable[[float | None], str]] = {
+        "latency": format_seconds, "first_token": format_seconds, "lengths": format_number,
+    }  # fmt: skip
+    for name, form in forms.items():
+        levels = (rollouts[name] or {}).items()
+        text = ", ".join(f"{level} {form(value)}" for level, value in levels)
+        yield name.replace("_", " "), text or NONE
+    yield "totals", ", ".join(f"{n:,} {name}" for name, n in rollouts["totals"].items()) or NONE
+    yield "retries", ", ".join(f"{n:,} {cause}" for cause, n in rollouts["retries"].items()) or NONE
+    yield "spread of versions", NONE if exactness["spread"] is None else exactness["spread"]
+
+
+def _draw(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Group:
+    """Return a table below its title; a cell is a value, or text with its style."""
+    table = Table(*columns, box=None, pad_edge=False, header_style="dim", show_header=any(columns))
+    for cells in rows:
+        table.add_row(*(Text(*cell) if isinstance(cell, tuple) else Text(str(cell))
+                        for cell in cells))  # fmt: skip
+    return Group(Text(title, "bold"), table if table.row_count else Text("none yet", "dim"), Text())

@@ -1,0 +1,170 @@
+"""Arbitrary turns, deletes, kills, restarts and damage, against a model."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from rollway.errors import UsageError
+from rollway.gateway.store import Store, StoreDamaged
+from rollway.gateway.turns import Session, Turn
+from tests.security.stores import copy_as_killed, make_turn, read_files
+from tests.soak import examples
+
+T = TypeVar("T")
+_NAMES = st.sampled_from(["session a", "session b", "session c"])
+_SHARED_MEMORY = Path("/dev/shm")
+_ROOT = str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
+
+
+@dataclass
+class Known:
+    """A turn: its session, and all tokens up to its end."""
+
+    session: str
+    tokens: list[int]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The model is `known`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(dir=_ROOT))
+        self.path = self.directory / "store" / "gateway.sqlite"
+        self.known: dict[str, Known] = {}
+        self.held: list[Session] = []
+        self.numbers = count(1)  # deterministic in every run
+        self.loop = asyncio.new_event_loop()
+        self.store = Store(self.path)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.loop.close()
+        shutil.rmtree(self.directory)
+
+    @rule(name=_NAMES, choice=st.integers(0, 9), size=st.sampled_from([1, 2_000]))
+    def add(self, name: str, choice: int, size: int) -> None:
+        self._add(self.run(self.store.open(name)), choice, size)
+
+    @rule(name=_NAMES)
+    def hold(self, name: str) -> None:
+        """Begin a request that ends later."""
+        self.held.append(self.run(self.store.open(name)))
+
+    @rule(choice=st.integers(0, 9))
+    def end_held(self, choice: int) -> None:
+        if self.held:
+            self._add(self.held.pop(), choice, 1)
+
+    @rule(name=_NAMES)
+    def delete(self, name: str) -> None:
+        ours = [key for key, known in self.known.items() if known.session == name]
+        assert self.run(self.store.delete(name)) or not ours
+        for key in ours:
+            del self.known[key]
+
+    @rule()
+    def kill(self) -> None:
+        killed = copy_as_killed(self.path)
+        self.store.close()
+        shutil.rmtree(self.path.parent)
+        killed.parent.rename(self.path.parent)
+        self._start()
+
+    @rule()
+    def restart(self) -> None:
+        self.store.close()
+        content, deleted = read_files(self.path), {"session a", "session b", "session c"}
+        deleted -= {known.session for known in self.known.values()}
+        assert not any(name.encode() in content for name in deleted)
+        self._start()
+
+    @rule(place=st.integers(0), byte=st.integers(0, 255))
+    def damage(self, place: int, byte: int) -> None:
+        """Change a byte of a copy: it is refused, or nothing is different."""
+        copy = copy_as_killed(self.path).with_name("gateway.sqlite")
+        content = bytearray(copy.read_bytes())
+        content[place % len(content)] = byte
+        copy.write_bytes(content)
+        try:
+            store = Store(copy)
+        except (UsageError, StoreDamaged):
+            assert copy.read_bytes() == content
+            return
+        try:
+            for name in store.sessions:
+                for turn in self.run(store.open(name)).turns:
+                    assert turn.token_ids[-1] == self.known[turn.id].tokens[-1]
+        except StoreDamaged:
+            pass
+        finally:
+            store.close()
+
+    def _make_turn(self, session: str, parent: str | None, size: int) -> Turn:
+        number = next(self.numbers)
+        tokens = {"new_ids": [2 * number], "token_ids": [2 * number + 1]}
+        return make_turn(session, parent, id=f"turn {number}", model="m" * size, **tokens)
+
+    def _add(self, session: Session, choice: int, size: int) -> None:
+        ours = [key for key, known in self.known.items() if known.session == session.name]
+        parent = ours[choice % len(ours)] if ours and choice else None
+        before = self.known[parent].tokens if parent else []
+        new = self._make_turn(session.name, parent, size)
+        was_gone = session.gone
+        assert self.run(self.store.record(session, [new])) is not was_gone
+        if not was_gone:
+            tokens = [*before, *new.new_ids, *new.token_ids]
+            self.known[new.id] = Known(session.name, tokens)
+
+    def _start(self) -> None:
+        self.held.clear()
+        self.store = Store(self.path)
+
+    @invariant()
+    def every_acknowledged_turn_is_in_one_place(self) -> None:
+        expected: Counter[str] = Counter(known.session for known in self.known.values())
+        assert self.store.sessions == expected
+        for name in self.store.sessions:
+            session = self.run(self.store.open(name))
+            assert {turn.id for turn in session.turns} == {
+                key for key, known in self.known.items() if known.session == name
+            }
+
+    @invariant()
+    def no_two_conversations_are_joined(self) -> None:
+        legal = [known.tokens for known in self.known.values()]
+        for name in self.store.sessions:
+            sampled: Counter[int] = Counter()
+            for sequence in self.run(self.store.open(name)).trajectories():
+                assert sequence.token_ids in legal
+                pairs = zip(sequence.token_ids, sequence.loss_mask, strict=True)
+                sampled.update(token for token, bit in pairs if bit)
+            assert sampled == {
+                known.tokens[-1]: 1 for known in self.known.values() if known.session == name
+            }
+
+
+@pytest.mark.timeout(600)
+class TestStore(StoreMachine.TestCase):  # type: ignore[misc]
+    settings = settings(
+        max_examples=examples(200),
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )

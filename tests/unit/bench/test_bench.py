@@ -1,0 +1,71 @@
+"""`rollway bench`: its ratios, and what it refuses before it starts anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.curator import Round, make_report
+from benchmarks.observe import ObserveBench
+from benchmarks.observe_traffic import compare
+from benchmarks.prime_rl import Load, summarize
+from benchmarks.ray import bench_planning
+from rollway.cli import main
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """Across rounds, a machine that was faster in one of them would look like a faster arm."""
+    rows = [{"off": 100.0, "on": 99.0}, {"off": 50.0, "on": 49.0}, {"off": 10.0, "on": 20.0}]
+    assert compare(rows)["ratio"] == 0.99
+    pairs = {"curator": [100.0, 50.0, 100.0], "rollway": [99.0, 50.0, 97.0]}
+    figures = make_report([Round("curator", 2, 2), Round("rollway", 1, 1)], pairs)
+    assert (figures["rows"], figures["ready"]) == (0.99, 0.5)
+
+
+def test_the_warm_up_does_not_count() -> None:
+    rates = {("64", n): {"rollway": 90.0, "dynamo": 100.0} for n in range(1, 4)}
+    rates["64", 0] = {"rollway": 1.0, "dynamo": 100.0}
+    assert summarize(Load("64", 8, 4, rounds=3), rates)["ratio"] == pytest.approx(0.9)
+
+
+def test_a_large_stack_is_placed_whole_on_ray() -> None:
+    figures = bench_planning()
+    assert (figures["replicas"], figures["nodes"]) == (1000, 1000)
+
+
+def test_an_interrupted_run_prints_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.commands.require", lambda *_: None)
+    monkeypatch.setattr(ObserveBench, "run", interrupt)
+    assert main(["bench", "observe", "--json"]) == 130
+    assert json.loads(capsys.readouterr().out)["is_interrupted"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fleet"], "Give a stack file: rollway bench fleet -f FILE"),
+        (["ray", "--only", "plan"], "There is no part `plan`. Parts: planning"),
+        (["router", "--no-replay"], "There is nothing to measure"),
+        (["router", "--workers", "4,x"], "is not a list of numbers"),
+        (["gateway", "--requests", "1"], "too little to measure growth"),
+        (["curator", "--curator-python", "/no/python"], "There is no interpreter /no/python"),
+        (["prime-rl", "--prime-rl-python", "/no/python"], "There is no interpreter /no/python"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("benchmarks.commands.require", lambda *_: None)
+    monkeypatch.setattr("benchmarks.commands._build_demo_model", lambda: Path("/no/model"))
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
