@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -138,9 +139,21 @@ def _is_held(lock: Path, foreign: set[int]) -> bool:
 
 def _shared_memory(foreign: set[int]) -> set[str]:
     mapped = processes.find_shared_memory(processes.ProcessId(pid, 0) for pid in foreign)
-    names = {path.name for path in processes.SHM.iterdir()} - mapped
-    # Publishers put their pid into the names of their files, of which some are never mapped.
-    return {name for name in names if not any(f"-{pid}-" in name for pid in foreign)}
+    return {
+        path.name
+        for path in processes.SHM.iterdir()
+        if path.name not in mapped and not _is_marked(path, foreign)
+    }
+
+
+def _is_marked(path: Path, pids: set[int]) -> bool:
+    """Return whether one of the processes wrote the path and put its pid into a name: a publisher
+    into that of its file, a worker with adapters into that of a file in its directory."""
+    names = [path.name]
+    if path.is_dir():
+        with contextlib.suppress(OSError):  # it is gone, or another user's
+            names += [file.name for file in path.iterdir()]
+    return any(f"-{pid}-" in name for name in names for pid in pids)
 
 
 def _scratch(foreign: set[int]) -> set[str]:

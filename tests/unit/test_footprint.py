@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rollway.stack.locks import FIRST
+from rollway.weights import adapter
 from tests import footprint
 
 LISTEN = """
@@ -69,3 +72,14 @@ def test_another_run_is_known_by_the_processes_that_it_started(
         for process in (run, child):
             process.kill()
             process.communicate()
+
+
+def test_the_adapters_of_another_run_are_known_by_their_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process has the directory open; a file in it names the worker."""
+    monkeypatch.setattr(adapter, "HOME", tmp_path)
+    monkeypatch.setattr(footprint.processes, "SHM", tmp_path)
+    home = adapter.create_adapter_home("a worker")
+    assert footprint._shared_memory(set()) == {home.name}
+    assert footprint._shared_memory({os.getpid()}) == set()
