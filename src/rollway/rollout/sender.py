@@ -29,7 +29,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
@@ -154,50 +154,56 @@ class Sender:
         result, span = None, question.span
         session, trouble = question.session, Trouble(self._patience)
         pins = Pins(self._versions, able=self.wire.routed)
-        async with self._slots, self._deadline():
-            question.began = time.monotonic()
-            while result is None:
-                ticket = await self._ticket(trouble, question.version)
-                body, assembly = question.build(ticket, pins.now)
-                # Dynamo prefers the worker of a session to a pinned one, so a pinned request has
-                # no session.
-                headers = self._make_headers(session if pins.now is None else None, span)
-                failure: Unreachable | RequestFailed | None = None
-                before = question.count_kept()
-                with self._count_in_flight():
-                    try:
-                        if question.is_streamed:
-                            async with self._http.stream_lines(
-                                self._url, body, timeout=self._timeout, headers=headers
-                            ) as lines:
-                                async for raw in events(lines):
-                                    if tokens := assembly.add(raw):
-                                        trouble = Trouble(self._patience)
-                                    yield Chunk(raw, tokens)
+        try:
+            async with self._slots, asyncio.timeout(self._timeout):
+                question.began = time.monotonic()
+                while result is None:
+                    ticket = await self._ticket(trouble, question.version)
+                    body, assembly = question.build(ticket, pins.now)
+                    # Dynamo prefers the worker of a session to a pinned one, so a pinned request
+                    # has no session.
+                    headers = self._make_headers(session if pins.now is None else None, span)
+                    failure: Unreachable | RequestFailed | None = None
+                    before = question.count_kept()
+                    with self._count_in_flight():
+                        try:
+                            if question.is_streamed:
+                                async with self._http.stream_lines(
+                                    self._url, body, timeout=self._timeout, headers=headers
+                                ) as lines:
+                                    async for raw in events(lines):
+                                        if tokens := assembly.add(raw):
+                                            trouble = Trouble(self._patience)
+                                        yield Chunk(raw, tokens)
+                            else:
+                                raw = await self._http.post(
+                                    self._url, body, timeout=self._timeout, headers=headers
+                                )
+                                assembly.add(raw)
+                        except (Unreachable, RequestFailed) as error:
+                            # A refusal comes before the first token; a broken stream may have some.
+                            if question.is_streamed and isinstance(error, Unreachable):
+                                raise
+                            failure = error
                         else:
-                            raw = await self._http.post(
-                                self._url, body, timeout=self._timeout, headers=headers
-                            )
-                            assembly.add(raw)
-                    except (Unreachable, RequestFailed) as error:
-                        # A refusal comes before the first token; a broken stream may have some.
-                        if question.is_streamed and isinstance(error, Unreachable):
-                            raise
-                        failure = error
-                    else:
-                        completion = assembly.finish()
-                        result = await self._judge(question, completion, ticket, raw)
-                if failure is not None:
-                    if not await self._recover(failure, headers, ticket, pins, trouble, span):
-                        session = None
-                elif result is None:
-                    if span is not None:
-                        span.add_event("retry", cause=completion.finish_reason)
-                    if question.count_kept() > before:
-                        trouble = Trouble(self._patience)
-                    else:
-                        pins.next(ticket)
-                        await trouble.wait(make_retry_error(completion))
+                            completion = assembly.finish()
+                            result = await self._judge(question, completion, ticket, raw)
+                    if failure is not None:
+                        if not await self._recover(failure, headers, ticket, pins, trouble, span):
+                            session = None
+                    elif result is None:
+                        if span is not None:
+                            span.add_event("retry", cause=completion.finish_reason)
+                        if question.count_kept() > before:
+                            trouble = Trouble(self._patience)
+                        else:
+                            pins.next(ticket)
+                            await trouble.wait(make_retry_error(completion))
+        except TimeoutError as error:
+            raise Unreachable(
+                f"A rollout took longer than {self._timeout:g} s.",
+                "Raise `timeout` of rollouts(), or check `rollway status` for a hung worker.",
+            ) from error
         yield result
 
     async def _recover(
@@ -355,18 +361,6 @@ class Sender:
     async def _refresh_workers(self, *, now: bool = False) -> None:
         if self._refresh is not None:
             await self._refresh(now=now)
-
-    @asynccontextmanager
-    async def _deadline(self) -> AsyncIterator[None]:
-        """Bound the time of all attempts together."""
-        try:
-            async with asyncio.timeout(self._timeout):
-                yield
-        except TimeoutError as error:
-            raise Unreachable(
-                f"A rollout took longer than {self._timeout:g} s.",
-                "Raise `timeout` of rollouts(), or check `rollway status` for a hung worker.",
-            ) from error
 
 
 @dataclass(slots=True)
