@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 import rollway
 from rollway.fleet.discovery import Worker
 from rollway.http import Http
-from rollway.rollout.client import Rollout, events
+from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
+from rollway.rollout.sender import events
 from rollway.rollout.wire import completion_request
 from rollway.stack.state import ProcessState, StackDir, StackState
 from tests.stack.policies import Policy

@@ -22,11 +22,11 @@ from rollway.errors import RolloutError, UsageError
 from rollway.observe.tally import Tokens
 from rollway.rollout.completion import Assembly, Completion
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.sender import Chunk, Question, Sender, all_or_none, check_prompt, events
+from rollway.rollout.sender import Chunk, Question, Sender, all_or_none, check_prompt
 from rollway.rollout.trajectory import Rollout, Span, Trajectory
 from rollway.versions import Ticket
 
-__all__ = ["Rollout", "Rollouts", "Span", "events"]
+__all__ = ["Rollout", "Rollouts", "Span"]
 
 SIBLINGS = 16
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.errors import RolloutError, UsageError
-from rollway.rollout.client import check_prompt
 from rollway.rollout.sampling import Sampling
+from rollway.rollout.sender import check_prompt
 from rollway.rollout.wire import DynamoAssembly, completion_request
 from tests.unit.rollout.headers import JSON
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rollway.errors import RequestFailed, RolloutError, UsageError
 from rollway.gateway.upstream import CHAT
 from rollway.http import Http
-from rollway.rollout.client import Rollouts, events
+from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
+from rollway.rollout.sender import events
 from rollway.rollout.teacher import flatten
 from rollway.rollout.wire import COMPLETIONS, GENERATE, VLLM, Wire, get_wire
 from rollway.versions import FleetVersions
