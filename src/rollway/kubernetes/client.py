@@ -157,9 +157,12 @@ class ApiServer:
 class Cluster:
     """One namespace of a cluster, with the caller's credentials. Threads may share it."""
 
-    def __init__(self, connection: ApiServer, namespace: str) -> None:
+    def __init__(
+        self, connection: ApiServer, namespace: str, fence: Callable[[], object] = lambda: None
+    ) -> None:
         self.connection = connection
         self.namespace = namespace
+        self._fence = fence
 
     @classmethod
     def connect(
@@ -181,6 +184,11 @@ class Cluster:
     def in_namespace(self, namespace: str) -> Cluster:
         """Return the same cluster with another namespace; both share connections."""
         return Cluster(self.connection, namespace)
+
+    def add_fence(self, fence: Callable[[], object]) -> Cluster:
+        """Return the same cluster, which calls `fence` before every write. It raises if this
+        command may not write any more."""
+        return Cluster(self.connection, self.namespace, fence)
 
     @property
     def in_cluster(self) -> bool:
@@ -273,6 +281,8 @@ class Cluster:
         """
         import urllib3
 
+        if method != "GET":
+            self._fence()
         headers = {"Content-Type": "application/json", "Accept": "*/*"}
         if self.in_cluster:
             url = f"http://{service}.{self.namespace}.svc:{port}{path}"
@@ -452,6 +462,8 @@ class Cluster:
         query: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> Object | None:
+        if method != "GET" and "dryRun" not in (query or {}):
+            self._fence()
         subject = name or ((body or {}).get("metadata") or {}).get("name") or ""
         asked = Refusal(verb or _VERBS[method], kind, self.namespace, subject, subresource)
         path = f"{kind.make_path(self.namespace, name, subresource)}?{urlencode(query or {})}"
