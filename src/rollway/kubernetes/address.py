@@ -33,13 +33,13 @@ from rollway.kubernetes.objects import (
     LISTING_PORT,
     POD,
     SERVICE,
+    TYPE_LABEL,
     Object,
     find_frontend,
 )
 from rollway.kubernetes.refusals import make_rule
 
 SCHEME = "dgd"
-TYPE_LABEL = "nvidia.com/dynamo-component-type"
 COMPONENT_LABEL = "nvidia.com/dynamo-component"
 _LISTING = "v1/rl/workers"
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "host", "content-length"})

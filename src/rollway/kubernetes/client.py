@@ -248,10 +248,10 @@ class Cluster:
 
     def may(self, verb: str, kind: Kind, subresource: str = "") -> bool:
         """Ask the API server whether this user has a permission in this namespace."""
-        wanted = {"verb": verb, "group": kind.group, "resource": kind.plural}
-        wanted |= {"version": kind.version} if kind.version else {}
-        wanted |= {"namespace": self.namespace} if kind.namespaced else {}
-        wanted |= {"subresource": subresource} if subresource else {}
+        wanted = {
+            "verb": verb, "group": kind.group, "version": kind.version, "resource": kind.plural,
+            "subresource": subresource, "namespace": self.namespace,
+        }  # fmt: skip
         body = {
             "apiVersion": _ACCESS_REVIEW.api_version,
             "kind": _ACCESS_REVIEW.kind,
@@ -273,11 +273,10 @@ class Cluster:
         """Send a request to a Service; return the status and the body of its answer.
 
         In a pod it goes to the Service itself, elsewhere through the API server's proxy. A Service
-        that does not answer is 502 or 503, as the proxy says it.
+        that does not answer is 502 or 503, as the proxy says it; so is the API server itself.
 
         Raises:
             Forbidden: the proxy may not be used.
-            ClusterError: the API server itself does not answer.
         """
         import urllib3
 
@@ -294,9 +293,12 @@ class Cluster:
                 return 502, str(error).encode()
             return direct.status, direct.data
         root = SERVICE.make_path(self.namespace) + f"/{service}:{port}/proxy"
-        response = self.connection.send(
-            method, root + path, body=body, headers=headers, read_seconds=seconds
-        )
+        try:
+            response = self.connection.send(
+                method, root + path, body=body, headers=headers, read_seconds=seconds
+            )
+        except Unavailable as error:
+            return 503, error.message.encode()
         verb = "get" if method == "GET" else "create"
         asked = Refusal(verb, SERVICE, self.namespace, service, "proxy")
         refusal = asked.with_answer(response.status, response.data)

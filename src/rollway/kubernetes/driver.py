@@ -94,7 +94,7 @@ class RayDashboard:
             status, answer = self._cluster.ask_service(
                 self.service, self._port, path, method=method, body=body
             )
-            if status not in (0, 502, 503, 504):
+            if status not in (502, 503, 504):
                 break
         if status not in (200, also):
             raise self._make_error(status, answer)

@@ -18,7 +18,7 @@ from rollway.kubernetes.objects import (
     SCALING_ADAPTER,
     Object,
     list_components,
-    name_adapter,
+    name_service,
     select_run,
 )
 from rollway.kubernetes.teardown import list_kind
@@ -64,7 +64,7 @@ def scale(
     part = _find_component(graph, component)
     before = 1 if part.get("replicas") is None else int(part["replicas"])
     if _has_adapter(part):
-        adapter = name_adapter(name, component)
+        adapter = name_service(name, component)
         scaling = Scaling(
             run, name, component, before, replicas, f"{SCALING_ADAPTER.kind} {adapter}"
         )
