@@ -8,7 +8,6 @@ comes first, the driver runs once.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -30,6 +29,7 @@ ENDED = frozenset({"Complete", "Failed", "ValidationFailed"})
 JOB_ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 """The same of a job in Ray."""
 _ATTEMPTS = 5
+_STOP_SECONDS = 60.0
 _LARGEST_UPLOAD = 100 << 20  # bytes, as Ray's own limit
 _SKIPPED = frozenset({".git", "__pycache__", ".venv", "node_modules"})
 
@@ -69,10 +69,13 @@ class RayDashboard:
         return True
 
     def delete_job(self, job_id: str) -> None:
-        """Stop and forget a job, so that its id is free."""
-        with contextlib.suppress(ClusterError):  # it ends, or has ended, by itself
-            self._ask("POST", f"/api/jobs/{job_id}/stop")
-            self._ask("DELETE", f"/api/jobs/{job_id}")
+        """Stop a job, and forget it when it has ended, so that its id is free."""
+        self._ask("POST", f"/api/jobs/{job_id}/stop", also=404)
+        deadline = Deadline(_STOP_SECONDS)
+        while (job := self.find_job(job_id)) and job.get("status") not in JOB_ENDED:
+            if not deadline.pause():
+                break  # Ray refuses to delete it, and says so
+        self._ask("DELETE", f"/api/jobs/{job_id}", also=404)
 
     def upload(self, name: str, content: bytes) -> None:
         """Put a package of files into Ray's store, unless it is there."""

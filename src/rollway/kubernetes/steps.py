@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -181,16 +181,17 @@ class ClusterRun:
         One that a killed CLI left is taken up. One that is going away is waited for.
         """
         name, deadline = body["metadata"]["name"], Deadline(self.limits.gone)
+        existed = True
         while True:
-            try:
-                return self.cluster.create(kind, body), False
-            except Conflict:
-                live = self.cluster.get(kind, name)
+            live = self.cluster.get(kind, name)
             if live is None:
-                continue  # it went in between
+                existed = False
+                with suppress(Conflict):  # the answer to the request was lost: it is there
+                    return self.cluster.create(kind, body), existed
+                continue
             self.check_is_ours(kind, live)
             if "deletionTimestamp" not in live["metadata"]:
-                return live, True
+                return live, existed
             self._wait_until_gone(kind, name, deadline)
 
     def _wait_until_gone(self, kind: Kind, name: str, deadline: Deadline) -> None:

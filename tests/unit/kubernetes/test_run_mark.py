@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 
 from rollway.errors import ClusterError, Conflict, RunExists, RunTaken
 from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.manifests import Manifests
 from rollway.kubernetes.objects import CONFIG_MAP, DGD, RAYJOB, RUN_LABEL
 from rollway.kubernetes.run_mark import RunMark, take_mark
+from rollway.kubernetes.steps import ClusterRun, RunOptions
 from rollway.kubernetes.teardown import delete_objects, take_down
+from tests.unit.kubernetes.objects import make_infra
 
 COMMANDS = 3
 OWNER = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": "math", "uid": "u"}}
@@ -210,6 +213,25 @@ def test_who_is_overtaken_while_it_deletes_leaves_the_new_objects(is_down: bool)
             delete_objects(cluster.add_fence(first.check), "math", timeout=5, report=report)
     assert (DGD, "policy") in server.objects
     second.check()
+
+
+def test_a_job_whose_answer_was_lost_is_the_commands_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = StubServer()
+    run = ClusterRun(
+        make_cluster(server), make_infra(name="math"), Manifests(), RunOptions(), print, "suspended"
+    )
+    body = {"metadata": {"name": "math", "labels": {RUN_LABEL: "math"}}, "spec": {}}
+    create = Cluster.create
+
+    def lose(*arguments: Any) -> None:
+        create(*arguments)
+        raise Conflict("The request was repeated, and there is one now.")
+
+    with run.hold():
+        monkeypatch.setattr(Cluster, "create", lose)
+        live, existed = run.create_or_take_up(RAYJOB, body)
+        assert live["metadata"]["name"] == "math" and not existed
+        assert run.create_or_take_up(RAYJOB, body) == (live, True)
 
 
 def test_who_is_overtaken_sends_no_order_to_ray() -> None:
