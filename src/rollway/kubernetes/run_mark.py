@@ -119,8 +119,9 @@ class RunMark:
 
     def give_to(self, owner: Object) -> None:
         """Let the object that stands for the run own the mark, so that both go together."""
-        self._owners = [make_reference(owner)]
-        self._write(self._holder, self._owners)
+        owners = [make_reference(owner)]
+        self._write(self._holder, owners)
+        self._owners = owners
 
     def regain(self) -> None:
         """Make sure of the mark before the run is taken down; nothing that goes owns it any more.
