@@ -25,6 +25,7 @@ import aiohttp
 from aiohttp import web
 
 from rollway.errors import ClusterError, Forbidden, StackNotRunning, UsageError
+from rollway.kubernetes.api_server import make_rule
 from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.objects import (
     DGD,
@@ -37,7 +38,6 @@ from rollway.kubernetes.objects import (
     Object,
     find_frontend,
 )
-from rollway.kubernetes.refusals import make_rule
 
 SCHEME = "dgd"
 COMPONENT_LABEL = "nvidia.com/dynamo-component"

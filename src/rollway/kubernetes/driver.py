@@ -22,6 +22,7 @@ from rollway.errors import ClusterError, UsageError
 from rollway.kubernetes.client import Cluster, make_deleted_error
 from rollway.kubernetes.objects import RAYCLUSTER, RAYJOB, Object
 from rollway.kubernetes.waits import Deadline, describe_state
+from rollway.yaml_input import read_yaml
 
 DASHBOARD_PORT = 8265
 ENDED = frozenset({"Complete", "Failed", "ValidationFailed"})
@@ -171,26 +172,19 @@ def _submit(
     cluster: Cluster, job: Object, ray_cluster: Object, job_id: str, report: Callable[[str], None]
 ) -> Driver:
     dashboard, spec = find_dashboard(cluster, ray_cluster), job["spec"]
+    environment = spec.get("runtimeEnvYAML")
     if dashboard.find_job(job_id) is not None:
         return Driver(job_id, "KubeRay")  # submitted, and not yet in the RayJob's status
     report(f"KubeRay did not submit the driver; submitting it as {job_id}")
     is_new = dashboard.submit(
         job_id,
         spec["entrypoint"],
-        runtime_env=_read_runtime_env(spec.get("runtimeEnvYAML")),
+        runtime_env=read_yaml(environment, "runtimeEnvYAML") if environment else None,
         metadata=spec.get("metadata"),
         entrypoint_num_cpus=spec.get("entrypointNumCpus"),
         entrypoint_num_gpus=spec.get("entrypointNumGpus"),
     )
     return Driver(job_id, "rollway" if is_new else "KubeRay")
-
-
-def _read_runtime_env(text: str | None) -> Any:
-    if not text:
-        return None
-    from rollway.yaml_input import read_yaml
-
-    return read_yaml(text, "runtimeEnvYAML")
 
 
 def make_ended_error(job: Object) -> ClusterError:

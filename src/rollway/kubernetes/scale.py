@@ -63,7 +63,7 @@ def scale(
     name = graph["metadata"]["name"]
     part = _find_component(graph, component)
     before = 1 if part.get("replicas") is None else int(part["replicas"])
-    if _has_adapter(part):
+    if part.get("scalingAdapter") is not None:
         adapter = name_service(name, component)
         scaling = Scaling(
             run, name, component, before, replicas, f"{SCALING_ADAPTER.kind} {adapter}"
@@ -130,7 +130,3 @@ def _find_component(graph: Object, component: str) -> Object:
             f"Graph {name} has no component {component}.", f"It has {', '.join(parts)}."
         )
     return parts[component]
-
-
-def _has_adapter(part: Object) -> bool:
-    return part.get("scalingAdapter") is not None

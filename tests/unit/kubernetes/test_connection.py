@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollway.errors import ClusterError, InvalidObject, KindMissing
-from rollway.kubernetes import client
+from rollway.kubernetes import api_server
 from rollway.kubernetes.check import check_cluster
 from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.manifests import render_all
@@ -80,7 +80,7 @@ def cluster(stub: StubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }
     path = tmp_path / "config"
     path.write_text(json.dumps(config))
-    monkeypatch.setattr(client, "PATIENCE_SECONDS", 2.5)
+    monkeypatch.setattr(api_server, "PATIENCE_SECONDS", 2.5)
     return Cluster.connect(kubeconfig=path, namespace="rl")
 
 
