@@ -41,7 +41,6 @@ def admin(control_plane: ControlPlane) -> Iterator[Cluster]:
     cluster.create(NAMESPACE, make_namespace(name))
     yield cluster
     cluster.delete(NAMESPACE, name)
-    cluster.close()
 
 
 @pytest.fixture

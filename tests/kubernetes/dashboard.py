@@ -131,6 +131,14 @@ class Dashboard:
                 path.write_bytes(self.rfile.read(int(self.headers["Content-Length"])))
                 self._answer(200, {})
 
+            def do_DELETE(self) -> None:
+                name = self.path.rpartition("/")[2]
+                if dashboard.find_status(name) == "RUNNING":  # as Ray
+                    self._answer(500, {"error": f"Job {name} is in a non-terminal state."})
+                    return
+                dashboard._jobs.pop(name, None)
+                self._answer(200, {"deleted": True})
+
             def do_POST(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length) or b"{}")

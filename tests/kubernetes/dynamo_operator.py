@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rollway.errors import Conflict, RollwayError
-from rollway.kubernetes.address import COMPONENT_LABEL, TYPE_LABEL
+from rollway.kubernetes.address import COMPONENT_LABEL
 from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.conversion import convert
 from rollway.kubernetes.gates import read_expected
@@ -27,9 +27,9 @@ from rollway.kubernetes.objects import (
     DGD_LABEL,
     POD,
     SCALING_ADAPTER,
+    TYPE_LABEL,
     Kind,
     Object,
-    name_adapter,
     name_dynamo_namespace,
     name_service,
 )
@@ -237,7 +237,7 @@ class DynamoOperator:
                 self._make_adapter(graph, component, part)
 
     def _make_adapter(self, graph: Graph, component: str, part: Object) -> None:
-        name = name_adapter(graph.live["metadata"]["name"], component)
+        name = name_service(graph.live["metadata"]["name"], component)
         if name in graph.written.setdefault("adapters", set()):
             return
         body = {

@@ -176,8 +176,6 @@ def open_world(
         connections = [
             Cluster.connect(kubeconfig=kubeconfig, namespace=admin.namespace) for _ in range(3)
         ]
-        for connection in connections:
-            stack.callback(connection.close)
         own, first, second = connections
         dynamo = stack.enter_context(DynamoOperator(first, folder / "dynamo", model, kind))
         kuberay = stack.enter_context(KubeRayOperator(second, folder / "kuberay"))

@@ -16,7 +16,7 @@ from rollway.errors import (
     NamespaceMissing,
     UsageError,
 )
-from rollway.kubernetes import client
+from rollway.kubernetes import api_server
 from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.objects import CONFIG_MAP, DGD, POD, RAYJOB, Kind
 from rollway.kubernetes.waits import Deadline, wait_until_gone
@@ -234,7 +234,7 @@ def test_a_pod_uses_its_service_account_and_services_directly(
     (tmp_path / "namespace").write_text(admin.namespace)
     certificate = json.loads(control_plane.kubeconfig.read_text())["clusters"][0]["cluster"]
     (tmp_path / "ca.crt").write_text(Path(certificate["certificate-authority"]).read_text())
-    monkeypatch.setattr(client, "ACCOUNT", tmp_path)
+    monkeypatch.setattr(api_server, "ACCOUNT", tmp_path)
     monkeypatch.delenv("KUBECONFIG", raising=False)
     host, port = control_plane.url.removeprefix("https://").split(":")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)

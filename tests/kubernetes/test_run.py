@@ -22,6 +22,7 @@ from rollway.kubernetes.objects import (
     SERVICE,
     name_mark,
 )
+from rollway.kubernetes.spec import Infra
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.flows import RAY, RUN, World, make_graph, open_world
 from tests.waiting import wait_until
@@ -154,10 +155,15 @@ def test_a_long_lived_cluster_owns_inference_and_takes_submissions(world: World)
         "entrypoint": "sleep 600 # ${dynamo.policy}",
         "health": {"port": 8265, "path": "/api/jobs/"},
     }
-    infra, _ = world.load(
-        kuberay={"training": {"spec": RAY}, "gym": {"spec": RAY, "daemon": daemon}},
-        launch={"entrypoint": "echo of ${dynamo.policy}", "mode": "raycluster"},
-    )
+
+    def load(entrypoint: str) -> Infra:
+        infra, _ = world.load(
+            kuberay={"training": {"spec": RAY}, "gym": {"spec": RAY, "daemon": daemon}},
+            launch={"entrypoint": entrypoint, "mode": "raycluster"},
+        )
+        return infra
+
+    infra = load("echo of ${dynamo.policy}")
     result = world.run(infra, wait=True)
     assert (result.order, result.state) == ("long-lived", "SUCCEEDED")
     assert world.get_owners(DGD, "policy") == [f"RayCluster {RUN}"]
@@ -167,7 +173,10 @@ def test_a_long_lived_cluster_owns_inference_and_takes_submissions(world: World)
     assert jobs[0]["entrypoint"] == "sleep 600 # policy"
     with pytest.raises(RunExists, match="has ended as SUCCEEDED"):
         world.run(infra)
-    assert world.run(infra, recreate=True).state == "submitted"
+    for entrypoint in ("sleep 60", "sleep 61"):  # after one that has ended, and one that runs
+        assert world.run(load(entrypoint), recreate=True).state == "submitted"
+        [job] = world.kuberay.clusters[RUN].dashboard.list_jobs()
+        assert job["entrypoint"] == entrypoint
     take_down(world.cluster, RUN)
     world.wait_until_empty()
 

@@ -92,6 +92,7 @@ def test_a_second_command_is_refused_while_the_first_starts_the_run(world: World
     assert list_uids(world) == before
     world.dynamo.get_faults("policy").never_ready = False
     assert first.end() == 0, first.text
+    assert world.call("run", "--infra", infra, status=1)["error"] == "RunExists"
     mark = world.get(CONFIG_MAP, NAME)
     assert mark["data"]["holder"] == ""
     assert [owner["kind"] for owner in mark["metadata"]["ownerReferences"]] == ["RayJob"]

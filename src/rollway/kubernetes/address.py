@@ -25,6 +25,7 @@ import aiohttp
 from aiohttp import web
 
 from rollway.errors import ClusterError, Forbidden, StackNotRunning, UsageError
+from rollway.kubernetes.api_server import make_rule
 from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.objects import (
     DGD,
@@ -33,13 +34,12 @@ from rollway.kubernetes.objects import (
     LISTING_PORT,
     POD,
     SERVICE,
+    TYPE_LABEL,
     Object,
     find_frontend,
 )
-from rollway.kubernetes.refusals import make_rule
 
 SCHEME = "dgd"
-TYPE_LABEL = "nvidia.com/dynamo-component-type"
 COMPONENT_LABEL = "nvidia.com/dynamo-component"
 _LISTING = "v1/rl/workers"
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "host", "content-length"})

@@ -19,6 +19,7 @@ from rollway.errors import (
     Problem,
     RollwayError,
 )
+from rollway.kubernetes.api_server import make_rule
 from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.manifests import Manifests
 from rollway.kubernetes.objects import (
@@ -39,7 +40,6 @@ from rollway.kubernetes.objects import (
     find_kind,
 )
 from rollway.kubernetes.pods import GPU
-from rollway.kubernetes.refusals import make_rule
 
 _AT_ONCE = 8
 _LWS = {"leaderworkerset.x-k8s.io", "scheduling.volcano.sh"}
@@ -170,12 +170,8 @@ def check_objects(cluster: Cluster, manifests: Manifests) -> Iterator[Problem]:
         except RollwayError as error:
             yield Problem(what, "error", error.message, error.hint)
             continue
-        text = (
-            f"it is there, with other fields: {', '.join(drift)}"
-            if drift
-            else "it is there, as described"
-        )
-        yield Problem(what, "ok", text)
+        how = f"with other fields: {', '.join(drift)}" if drift else "as described"
+        yield Problem(what, "ok", f"it is there, {how}")
 
 
 def count_gpus(node: Any) -> int:

@@ -4,9 +4,6 @@
     cluster.apply(DGD, graph)                      # server-side apply as `rollway`
     graphs = cluster.list(DGD, labels=select_run("grpo"))
 
-The `kubernetes` package reads kubeconfigs and service accounts and refreshes tokens. Requests go to
-its connection pool with paths that are made from `Kind`s, so none is spent on discovery.
-
 Rollway knows graphs of v1beta1 only. A server that has nothing but v1alpha1 gets them converted,
 and what it answers is converted back, here and nowhere else.
 """
@@ -14,16 +11,21 @@ and what it answers is converted back, here and nowhere else.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import ssl
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from rollway.errors import ClusterError, Conflict, Gone, KindMissing, UsageError
+from rollway.errors import ClusterError, Conflict, Gone, KindMissing
+from rollway.kubernetes.api_server import (
+    READ_SECONDS,
+    ApiServer,
+    Refusal,
+    Unavailable,
+    explain,
+    name_lost_connection,
+    open_connection,
+)
 from rollway.kubernetes.conversion import convert, raise_live
 from rollway.kubernetes.objects import (
     DGD,
@@ -35,131 +37,25 @@ from rollway.kubernetes.objects import (
     Kind,
     Object,
 )
-from rollway.kubernetes.refusals import Refusal, explain
 
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""What a pod has of its service account."""
-PATIENCE_SECONDS = 60.0
-"""How long a request is repeated: an API server restarts in less."""
-FIRST_SECONDS = 4.0
-"""The same if it has never answered: then the address is probably wrong."""
-CONNECT_SECONDS, READ_SECONDS = 5.0, 60.0
-_RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 _ACCESS_REVIEW = Kind(
     "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", False
 )
 _ATTEMPTS = 8
 _GROUPS = Kind("", "", "apis", "APIGroupList", False)
-_VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
+_VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
 Objects = list[Object]
-
-
-class ApiServer:
-    """An API server with credentials; threads share it."""
-
-    def __init__(self, client: Any, *, in_cluster: bool = False) -> None:
-        self._client = client
-        self.in_cluster = in_cluster
-        self.has_answered = False
-        self.served: set[Kind] = set()
-        """The kinds that the API server has answered for."""
-
-    @property
-    def server(self) -> str:
-        return str(self._client.configuration.host)
-
-    def make_auth_headers(self) -> dict[str, str]:
-        """Return the headers with the token, refreshed if a pod's or a plug-in's has expired."""
-        headers: dict[str, str] = {}
-        self._client.update_params_for_auth(headers, [], ["BearerToken"])
-        return headers
-
-    def make_ssl_context(self) -> ssl.SSLContext:
-        """Return the trust and the client certificate of the kubeconfig, for another client."""
-        settings = self._client.configuration
-        context = ssl.create_default_context(cafile=settings.ssl_ca_cert)
-        if settings.cert_file:
-            context.load_cert_chain(settings.cert_file, settings.key_file)
-        if not settings.verify_ssl:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        return context
-
-    def close(self) -> None:
-        self._client.rest_client.pool_manager.clear()
-
-    def send(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        headers: Mapping[str, str],
-        read_seconds: float = READ_SECONDS,
-        preload: bool = True,
-    ) -> Any:
-        """Send one request, without a retry; return urllib3's response."""
-        import urllib3
-
-        with name_lost_connection(self.server):
-            response = self._client.rest_client.pool_manager.request(
-                method,
-                self.server + path,
-                body=body,
-                headers={"User-Agent": "rollway", **headers, **self.make_auth_headers()},
-                preload_content=preload,
-                retries=False,
-                timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=read_seconds),
-            )
-        self.has_answered = True
-        return response
-
-    def ask(
-        self, asked: Refusal, method: str, path: str, body: Any, content_type: str
-    ) -> Object | None:
-        """Send a request and return the JSON of its answer; None if the object does not exist.
-
-        Busy and failing servers and lost connections are asked again, for a while.
-
-        Raises:
-            RollwayError: what `refusals.explain` makes of the answer.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": content_type, "Accept": "application/json"}
-        begun, pause = time.monotonic(), 1.0
-        while True:
-            try:
-                response = self.send(method, path, body=data, headers=headers)
-                if response.status < 300:
-                    self.served.add(asked.kind)
-                    return json.loads(response.data) if response.data else {}
-                refusal = asked.with_answer(response.status, response.data)
-                if refusal.says_not_found:
-                    self.served.add(asked.kind)
-                    return None
-                error = explain(refusal)
-                # An API server that starts answers 404 for kinds of CRDs that it has not loaded
-                # yet: a kind that was served is not missing.
-                may_repeat = (
-                    asked.kind in self.served
-                    if isinstance(error, KindMissing)
-                    else response.status in _RETRIED and isinstance(error, ClusterError)
-                )
-            except Unavailable as lost:
-                error, may_repeat = lost, True
-            patience = PATIENCE_SECONDS if self.has_answered else FIRST_SECONDS
-            if not may_repeat or time.monotonic() - begun + pause > patience:
-                raise error
-            time.sleep(pause)
-            pause = min(pause * 2, 8.0)
 
 
 class Cluster:
     """One namespace of a cluster, with the caller's credentials. Threads may share it."""
 
-    def __init__(self, connection: ApiServer, namespace: str) -> None:
+    def __init__(
+        self, connection: ApiServer, namespace: str, fence: Callable[[], object] = lambda: None
+    ) -> None:
         self.connection = connection
         self.namespace = namespace
+        self._fence = fence
 
     @classmethod
     def connect(
@@ -182,6 +78,11 @@ class Cluster:
         """Return the same cluster with another namespace; both share connections."""
         return Cluster(self.connection, namespace)
 
+    def add_fence(self, fence: Callable[[], object]) -> Cluster:
+        """Return the same cluster, which calls `fence` before every write. It raises if this
+        command may not write any more."""
+        return Cluster(self.connection, self.namespace, fence)
+
     @property
     def in_cluster(self) -> bool:
         """Whether this process runs in a pod, where Services have addresses."""
@@ -191,9 +92,6 @@ class Cluster:
     def has_old_graphs(self) -> bool:
         """Whether graphs were found to be served in v1alpha1 alone."""
         return DGD_ALPHA in self.connection.served and DGD not in self.connection.served
-
-    def close(self) -> None:
-        self.connection.close()
 
     # --- read ---------------------------------------------------------------------------------
 
@@ -240,10 +138,10 @@ class Cluster:
 
     def may(self, verb: str, kind: Kind, subresource: str = "") -> bool:
         """Ask the API server whether this user has a permission in this namespace."""
-        wanted = {"verb": verb, "group": kind.group, "resource": kind.plural}
-        wanted |= {"version": kind.version} if kind.version else {}
-        wanted |= {"namespace": self.namespace} if kind.namespaced else {}
-        wanted |= {"subresource": subresource} if subresource else {}
+        wanted = {
+            "verb": verb, "group": kind.group, "version": kind.version, "resource": kind.plural,
+            "subresource": subresource, "namespace": self.namespace,
+        }  # fmt: skip
         body = {
             "apiVersion": _ACCESS_REVIEW.api_version,
             "kind": _ACCESS_REVIEW.kind,
@@ -265,14 +163,15 @@ class Cluster:
         """Send a request to a Service; return the status and the body of its answer.
 
         In a pod it goes to the Service itself, elsewhere through the API server's proxy. A Service
-        that does not answer is 502 or 503, as the proxy says it.
+        that does not answer is 502 or 503, as the proxy says it; so is the API server itself.
 
         Raises:
             Forbidden: the proxy may not be used.
-            ClusterError: the API server itself does not answer.
         """
         import urllib3
 
+        if method != "GET":
+            self._fence()
         headers = {"Content-Type": "application/json", "Accept": "*/*"}
         if self.in_cluster:
             url = f"http://{service}.{self.namespace}.svc:{port}{path}"
@@ -284,9 +183,12 @@ class Cluster:
                 return 502, str(error).encode()
             return direct.status, direct.data
         root = SERVICE.make_path(self.namespace) + f"/{service}:{port}/proxy"
-        response = self.connection.send(
-            method, root + path, body=body, headers=headers, read_seconds=seconds
-        )
+        try:
+            response = self.connection.send(
+                method, root + path, body=body, headers=headers, read_seconds=seconds
+            )
+        except Unavailable as error:
+            return 503, error.message.encode()
         verb = "get" if method == "GET" else "create"
         asked = Refusal(verb, SERVICE, self.namespace, service, "proxy")
         refusal = asked.with_answer(response.status, response.data)
@@ -452,6 +354,8 @@ class Cluster:
         query: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> Object | None:
+        if method != "GET" and "dryRun" not in (query or {}):
+            self._fence()
         subject = name or ((body or {}).get("metadata") or {}).get("name") or ""
         asked = Refusal(verb or _VERBS[method], kind, self.namespace, subject, subresource)
         path = f"{kind.make_path(self.namespace, name, subresource)}?{urlencode(query or {})}"
@@ -477,71 +381,6 @@ class Cluster:
             answer["items"] = [raise_live({**what, **item}) for item in answer["items"]]
             return answer
         return raise_live(answer) if answer is not None and "spec" in answer else answer
-
-
-class Unavailable(ClusterError):
-    """The API server does not answer now; it may answer later."""
-
-
-@contextlib.contextmanager
-def name_lost_connection(server: str) -> Iterator[None]:
-    """Raise Unavailable for a connection that fails or breaks inside the block."""
-    import urllib3
-
-    try:
-        yield
-    except (urllib3.exceptions.HTTPError, OSError) as error:
-        if "certificate" in str(error).lower():
-            raise ClusterError(
-                f"The certificate of the API server at {server} is not that of your kubeconfig.",
-                "Fetch the kubeconfig of this cluster again.",
-            ) from error
-        raise Unavailable(
-            f"The API server at {server} does not answer: {str(error).rsplit(': ', 1)[-1]}.",
-            "Is the cluster running, and is the address in the kubeconfig right?",
-        ) from error
-
-
-def open_connection(context: str | None, kubeconfig: str | None) -> tuple[ApiServer, str]:
-    """Connect by a kubeconfig, or in a pod by its service account; return also the namespace.
-
-    A pod is recognized by its service account. A kubeconfig that is named, also by $KUBECONFIG,
-    comes first.
-    """
-    try:
-        from kubernetes.config.incluster_config import InClusterConfigLoader
-
-        from kubernetes import client, config
-    except ImportError as error:
-        raise UsageError(
-            "Kubernetes needs a package that is not installed: kubernetes.",
-            "pip install 'rollway[k8s]'.",
-        ) from error
-    # The package reads $KUBECONFIG only once, when it is imported.
-    kubeconfig = kubeconfig or os.environ.get("KUBECONFIG")
-    named = kubeconfig or context
-    if not named and os.environ.get("KUBERNETES_SERVICE_HOST") and (ACCOUNT / "token").exists():
-        configuration = client.Configuration()
-        loader = InClusterConfigLoader(str(ACCOUNT / "token"), str(ACCOUNT / "ca.crt"))
-        loader.load_and_set(configuration)
-        namespace = (ACCOUNT / "namespace").read_text().strip()
-        return ApiServer(client.ApiClient(configuration), in_cluster=True), namespace
-    try:
-        contexts, active = config.list_kube_config_contexts(kubeconfig)
-        names = [entry["name"] for entry in contexts]
-        if context is not None and context not in names:
-            raise UsageError(
-                f"The kubeconfig has no context `{context}`.", f"It has {', '.join(names)}."
-            )
-        chosen = active if context is None else contexts[names.index(context)]
-        api = config.new_client_from_config(kubeconfig, context, persist_config=False)
-    except config.ConfigException as error:
-        raise UsageError(
-            f"No cluster is configured here: {str(error).strip('.')}.",
-            "Set $KUBECONFIG or write ~/.kube/config, or run this in a pod with a service account.",
-        ) from error
-    namespace = (chosen.get("context") or {}).get("namespace") or "default"
-    return ApiServer(api), str(namespace)
 
 
 def make_deleted_error(kind: Kind, name: str) -> ClusterError:

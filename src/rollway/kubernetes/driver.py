@@ -8,7 +8,6 @@ comes first, the driver runs once.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -23,6 +22,7 @@ from rollway.errors import ClusterError, UsageError
 from rollway.kubernetes.client import Cluster, make_deleted_error
 from rollway.kubernetes.objects import RAYCLUSTER, RAYJOB, Object
 from rollway.kubernetes.waits import Deadline, describe_state
+from rollway.yaml_input import read_yaml
 
 DASHBOARD_PORT = 8265
 ENDED = frozenset({"Complete", "Failed", "ValidationFailed"})
@@ -30,6 +30,7 @@ ENDED = frozenset({"Complete", "Failed", "ValidationFailed"})
 JOB_ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 """The same of a job in Ray."""
 _ATTEMPTS = 5
+_STOP_SECONDS = 60.0
 _LARGEST_UPLOAD = 100 << 20  # bytes, as Ray's own limit
 _SKIPPED = frozenset({".git", "__pycache__", ".venv", "node_modules"})
 
@@ -69,10 +70,13 @@ class RayDashboard:
         return True
 
     def delete_job(self, job_id: str) -> None:
-        """Stop and forget a job, so that its id is free."""
-        with contextlib.suppress(ClusterError):  # it ends, or has ended, by itself
-            self._ask("POST", f"/api/jobs/{job_id}/stop")
-            self._ask("DELETE", f"/api/jobs/{job_id}")
+        """Stop a job, and forget it when it has ended, so that its id is free."""
+        self._ask("POST", f"/api/jobs/{job_id}/stop", also=404)
+        deadline = Deadline(_STOP_SECONDS)
+        while (job := self.find_job(job_id)) and job.get("status") not in JOB_ENDED:
+            if not deadline.pause():
+                break  # Ray refuses to delete it, and says so
+        self._ask("DELETE", f"/api/jobs/{job_id}", also=404)
 
     def upload(self, name: str, content: bytes) -> None:
         """Put a package of files into Ray's store, unless it is there."""
@@ -94,7 +98,7 @@ class RayDashboard:
             status, answer = self._cluster.ask_service(
                 self.service, self._port, path, method=method, body=body
             )
-            if status not in (0, 502, 503, 504):
+            if status not in (502, 503, 504):
                 break
         if status not in (200, also):
             raise self._make_error(status, answer)
@@ -168,26 +172,19 @@ def _submit(
     cluster: Cluster, job: Object, ray_cluster: Object, job_id: str, report: Callable[[str], None]
 ) -> Driver:
     dashboard, spec = find_dashboard(cluster, ray_cluster), job["spec"]
+    environment = spec.get("runtimeEnvYAML")
     if dashboard.find_job(job_id) is not None:
         return Driver(job_id, "KubeRay")  # submitted, and not yet in the RayJob's status
     report(f"KubeRay did not submit the driver; submitting it as {job_id}")
     is_new = dashboard.submit(
         job_id,
         spec["entrypoint"],
-        runtime_env=_read_runtime_env(spec.get("runtimeEnvYAML")),
+        runtime_env=read_yaml(environment, "runtimeEnvYAML") if environment else None,
         metadata=spec.get("metadata"),
         entrypoint_num_cpus=spec.get("entrypointNumCpus"),
         entrypoint_num_gpus=spec.get("entrypointNumGpus"),
     )
     return Driver(job_id, "rollway" if is_new else "KubeRay")
-
-
-def _read_runtime_env(text: str | None) -> Any:
-    if not text:
-        return None
-    from rollway.yaml_input import read_yaml
-
-    return read_yaml(text, "runtimeEnvYAML")
 
 
 def make_ended_error(job: Object) -> ClusterError:

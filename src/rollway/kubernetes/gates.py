@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollway.errors import Forbidden, NotReady, RollwayError
-from rollway.kubernetes.client import Cluster, Unavailable, make_deleted_error
+from rollway.kubernetes.client import Cluster, make_deleted_error
 from rollway.kubernetes.objects import (
     DGD,
     DGD_LABEL,
@@ -159,7 +159,7 @@ class Gates:
         expected = read_expected(live)
         if expected.frontend is None:  # a pool of workers for other graphs' frontends
             return ""
-        status, body = self._ask(expected.frontend, "/health")
+        status, body = self.cluster.ask_service(expected.frontend, HTTP_PORT, "/health")
         if status in _DOWN:
             return f"its frontend answers {status}"
         if status == 404:  # it serves HTTP, and has no listing
@@ -167,7 +167,7 @@ class Gates:
         workers = count_workers(body, self.cluster.namespace, live)
         if workers is not None and workers < expected.workers:
             return f"its frontend lists {workers} of {expected.workers} workers"
-        status, body = self._ask(expected.frontend, "/v1/models")
+        status, body = self.cluster.ask_service(expected.frontend, HTTP_PORT, "/v1/models")
         if status in _DOWN:
             return f"its frontend answers {status}"
         listed = read_models(body) if status < 300 else None
@@ -177,12 +177,6 @@ class Gates:
         if missing or (expected.workers and not listed):
             return f"its frontend does not list {', '.join(missing) or 'any model'}"
         return ""
-
-    def _ask(self, service: str, path: str) -> tuple[int, bytes]:
-        try:
-            return self.cluster.ask_service(service, HTTP_PORT, path)
-        except Unavailable:  # an API server that restarts
-            return 503, b""
 
     def explain(self, state: GateState, what: str) -> NotReady:
         """Make the error: the gate, the pod that holds it up, its last event and log lines."""
@@ -254,7 +248,7 @@ def _judge_pods(pods: Mapping[str, Object], expected: int) -> tuple[str, str]:
         if not pod["metadata"].get("deletionTimestamp")
         and (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed")
     ]
-    waiting = [pod for pod in counted if not _is_ready(pod)]
+    waiting = [pod for pod in counted if not is_ready(pod)]
     if waiting:
         pod = max(waiting, key=lambda pod: ("waiting" in _find_wait(pod), _find_wait(pod)))
         name = str(pod["metadata"]["name"])
@@ -265,7 +259,8 @@ def _judge_pods(pods: Mapping[str, Object], expected: int) -> tuple[str, str]:
     return "", ""
 
 
-def _is_ready(pod: Object) -> bool:
+def is_ready(pod: Object) -> bool:
+    """Return whether all containers of a pod are ready."""
     containers = (pod.get("status") or {}).get("containerStatuses") or []
     return bool(containers) and all(container.get("ready") for container in containers)
 

@@ -109,16 +109,11 @@ def _read_text(path: Path) -> str:
         raise UsageError(f"{path} cannot be read: {error}.", "Check the path.") from error
 
 
-def find_user_defaults() -> Path:
-    """Return the file of the user's defaults, which need not be there."""
+def _read_user_defaults() -> Object:
     named = os.environ.get(DEFAULTS_VARIABLE)
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(named) if named else Path(base) / "rollway" / "k8s.yaml"
-
-
-def _read_user_defaults() -> Object:
-    path = find_user_defaults()
-    if not path.is_file() and DEFAULTS_VARIABLE not in os.environ:
+    path = Path(named) if named else Path(base) / "rollway" / "k8s.yaml"
+    if not named and not path.is_file():
         return {}
     return _resolve_paths(read_document(path), path.parent)
 

@@ -35,6 +35,8 @@ KEY_LABEL = "rollway.dev/key"
 """The part of the infra file that it comes from: dynamo.KEY, kuberay.ROLE or deployments.KEY."""
 DGD_LABEL = "nvidia.com/dynamo-graph-deployment-name"
 """The operator's label on the pods of a DynamoGraphDeployment."""
+TYPE_LABEL = "nvidia.com/dynamo-component-type"
+"""The operator's label on a pod: the type of its component."""
 RAY_LABEL = "ray.io/cluster"
 """KubeRay's label on the pods of a RayCluster."""
 
@@ -167,13 +169,9 @@ def list_components(graph: Object) -> dict[str, Object]:
 
 
 def name_service(graph: str, component: str) -> str:
-    """Return the name of the Service that the operator makes for a component."""
+    """Return the name of the Service and of the scaling adapter that the operator makes for a
+    component."""
     return f"{graph}-{component}".lower().replace(".", "-")
-
-
-def name_adapter(graph: str, component: str) -> str:
-    """Return the name of the scaling adapter that the operator makes for a component."""
-    return name_service(graph, component)
 
 
 def name_dynamo_namespace(namespace: str, graph: str) -> str:

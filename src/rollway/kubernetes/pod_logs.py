@@ -16,6 +16,7 @@ from rollway.kubernetes.objects import (
     RAYCLUSTER,
     RAYJOB,
     RUN_LABEL,
+    TYPE_LABEL,
     Object,
     select_pods,
     select_run,
@@ -25,7 +26,6 @@ from rollway.kubernetes.teardown import list_kind
 
 ROLES = ("driver", "head", "workers", "frontend")
 _POLL_SECONDS = 2.0
-_COMPONENT_TYPE = "nvidia.com/dynamo-component-type"
 _NODE_TYPE = "ray.io/node-type"
 
 
@@ -69,7 +69,7 @@ def _find_pods(cluster: Cluster, run: str, role: str) -> list[Object]:
         if not names:
             return []
         labels = select_pods(names)
-        labels += f",{_COMPONENT_TYPE}=frontend" if role == "frontend" else ""
+        labels += f",{TYPE_LABEL}=frontend" if role == "frontend" else ""
         return cluster.list(POD, labels=labels)
     if section in ("kuberay", "deployments"):
         return cluster.list(POD, labels=f"{select_run(run)},{KEY_LABEL}={role}")

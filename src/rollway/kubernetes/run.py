@@ -169,7 +169,6 @@ def _start_suspended(run: ClusterRun, job: Object) -> Object:
         run.finish("suspended")
         run.bring_up_servers(live)
         run.report(f"resume RayJob {name}")
-        run.mark.check()
         run.cluster.patch(RAYJOB, name, {"spec": {"suspend": False}})
         run.finish("resumed")
     return live

@@ -4,7 +4,7 @@
 
     create ─────────────────────▶ holder: first ◀─────────────────── run: refused
     (killed, or still there)      holder: second ◀────────────────── run --resume: a patch of the
-    looks before its next step:                                      version that it has read
+    looks before its next write:                                     version that it has read
       another holder: it stops
       and undoes nothing
                                   holder: "" ◀────────────────────── the driver runs: released
@@ -42,54 +42,59 @@ class RunMark:
     def __init__(self, cluster: Cluster, run: str) -> None:
         self.run, self._cluster, self._name = run, cluster, name_mark(run)
         user = os.environ.get("USER") or f"user {os.getuid()}"
-        self._is_owned = False
-        self._holder = f"{user}@{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
+        who = f"{user}@{socket.gethostname()} (process {os.getpid()})"
+        self._holder = f"{who} {secrets.token_hex(4)}"
+        self._owners: list[Object] | None = None
+        """What the mark goes with after this command; None if this command has made it."""
 
     @contextmanager
     def hold(self, *, take_over: bool, report: Callable[[str], None]) -> Iterator[None]:
-        """Take the mark, and release it at the end.
+        """Take the mark, and release it at the end; one that was made for nothing is deleted.
 
         Raises:
             RunExists: another command has it, and `take_over` is not asked for.
         """
-        is_new = self.take(take_over=take_over, report=report)
+        self.take(take_over=take_over, report=report)
         try:
             yield
         except BaseException:
             with contextlib.suppress(RollwayError):
-                self.discard() if is_new and not self._is_owned else self.release()
+                self.discard() if self._owners is None else self.release()
             raise
         self.release()
 
-    def take(self, *, take_over: bool, report: Callable[[str], None]) -> bool:
-        """Become the holder; return whether there was no mark before."""
+    def take(self, *, take_over: bool, report: Callable[[str], None]) -> None:
+        """Become the holder."""
         while True:
             with contextlib.suppress(Conflict):
                 self._create()
-                return True
+                self._owners = None
+                return
             live = self._cluster.get(CONFIG_MAP, self._name)
             if live is None:
                 continue
-            if (live["metadata"].get("labels") or {}).get(RUN_LABEL) != self.run:
+            if not _is_of(live, self.run):
                 raise RunExists(
                     f"ConfigMap {self._name} exists and does not belong to run {self.run}.",
                     "Choose another name, or delete it if it is yours.",
                 )
             holder = _read_holder(live)
             if holder == self._holder:
-                return True  # the answer to its own create was lost
+                return  # the answer to its own request was lost
             if holder and not take_over:
                 raise RunExists(
-                    f"Run {self.run} is being started by {describe_holder(live)}, since "
+                    f"Run {self.run} is being started by {_describe_holder(live)}, since "
                     f"{live['data'].get('since')}, or that command was killed.",
                     "If it has ended, --resume goes on with the run; "
                     f"`rollway k8s down {self.run}` removes it.",
                 )
             if holder:
-                report(f"take run {self.run} over from {describe_holder(live)}")
+                report(f"take run {self.run} over from {_describe_holder(live)}")
+            self._owners = live["metadata"].get("ownerReferences") or []
             with contextlib.suppress(Conflict, Gone):  # somebody was quicker: look again
-                self._patch(live, self._holder, owners=[])
-                return False
+                # Without an owner: what is deleted now must not take the mark with it.
+                self._patch(live, self._holder, [])
+                return
 
     def check(self) -> Object:
         """Return the mark if this command has it.
@@ -106,7 +111,7 @@ class RunMark:
             )
         if _read_holder(live) != self._holder:
             raise RunTaken(
-                f"Run {self.run} was taken over by {describe_holder(live)}.",
+                f"Run {self.run} was taken over by {_describe_holder(live)}.",
                 "Nothing was rolled back; "
                 f"`rollway k8s status {self.run}` shows where the run stands.",
             )
@@ -114,8 +119,9 @@ class RunMark:
 
     def give_to(self, owner: Object) -> None:
         """Let the object that stands for the run own the mark, so that both go together."""
-        self._write(self._holder, [make_reference(owner)])
-        self._is_owned = True
+        owners = [make_reference(owner)]
+        self._write(self._holder, owners)
+        self._owners = owners
 
     def regain(self) -> None:
         """Make sure of the mark before the run is taken down; nothing that goes owns it any more.
@@ -134,17 +140,17 @@ class RunMark:
             except Conflict:
                 self.check()
 
+    def discard(self) -> None:
+        """Delete the mark, if this command has it: nothing of the run is left."""
+        live = self._cluster.get(CONFIG_MAP, self._name)
+        if live is not None and _read_holder(live) == self._holder:
+            uid, version = live["metadata"]["uid"], live["metadata"]["resourceVersion"]
+            with contextlib.suppress(Conflict):  # somebody has taken it meanwhile
+                self._cluster.delete(CONFIG_MAP, self._name, uid=uid, resource_version=version)
+
     def release(self) -> None:
         with contextlib.suppress(RunTaken):
-            self._write("", None)
-
-    def discard(self) -> None:
-        """Delete the mark: nothing of the run is left."""
-        meta = self.check()["metadata"]
-        with contextlib.suppress(Conflict):  # somebody has taken it meanwhile
-            self._cluster.delete(
-                CONFIG_MAP, self._name, uid=meta["uid"], resource_version=meta["resourceVersion"]
-            )
+            self._write("", self._owners or [])
 
     def _create(self) -> None:
         labels = {**MANAGED, RUN_LABEL: self.run}
@@ -152,17 +158,16 @@ class RunMark:
         body = {"metadata": {"name": self._name, "labels": labels}, "data": data}
         self._cluster.create(CONFIG_MAP, body)
 
-    def _write(self, holder: str, owners: list[Object] | None) -> None:
+    def _write(self, holder: str, owners: list[Object]) -> None:
         while True:
             live = self.check()
             with contextlib.suppress(Conflict, Gone):  # changed in between: look again
                 self._patch(live, holder, owners)
                 return
 
-    def _patch(self, live: Object, holder: str, owners: list[Object] | None) -> None:
-        body: Object = {"data": {"holder": holder, "since": _now()}}
-        if owners is not None:
-            body["metadata"] = {"ownerReferences": owners}
+    def _patch(self, live: Object, holder: str, owners: list[Object]) -> None:
+        data = {"holder": holder, "since": _now()}
+        body = {"data": data, "metadata": {"ownerReferences": owners}}
         version = live["metadata"]["resourceVersion"]
         self._cluster.patch(CONFIG_MAP, self._name, body, resource_version=version)
 
@@ -170,20 +175,21 @@ class RunMark:
 def take_mark(cluster: Cluster, run: str) -> RunMark | None:
     """Take the mark of a run that is taken down, whoever has it; None if it has none.
 
-    The command that starts the run stops before its next step."""
+    The command that starts the run stops before its next write."""
     live = cluster.get(CONFIG_MAP, name_mark(run))
-    if live is None or (live["metadata"].get("labels") or {}).get(RUN_LABEL) != run:
+    if live is None or not _is_of(live, run):
         return None
     mark = RunMark(cluster, run)
     mark.take(take_over=True, report=lambda _: None)
     return mark
 
 
-def describe_holder(live: Object) -> str:
-    """Say who has a run."""
-    who, _, rest = _read_holder(live).partition("/")
-    pid = rest.partition("/")[0]
-    return f"{who} (process {pid})" if pid else who or "another command, which has ended"
+def _is_of(live: Object, run: str) -> bool:
+    return bool((live["metadata"].get("labels") or {}).get(RUN_LABEL) == run)
+
+
+def _describe_holder(live: Object) -> str:
+    return _read_holder(live).rpartition(" ")[0] or "another command, which has ended"
 
 
 def _read_holder(live: Object) -> str:

@@ -18,7 +18,7 @@ from rollway.kubernetes.objects import (
     SCALING_ADAPTER,
     Object,
     list_components,
-    name_adapter,
+    name_service,
     select_run,
 )
 from rollway.kubernetes.teardown import list_kind
@@ -63,8 +63,8 @@ def scale(
     name = graph["metadata"]["name"]
     part = _find_component(graph, component)
     before = 1 if part.get("replicas") is None else int(part["replicas"])
-    if _has_adapter(part):
-        adapter = name_adapter(name, component)
+    if part.get("scalingAdapter") is not None:
+        adapter = name_service(name, component)
         scaling = Scaling(
             run, name, component, before, replicas, f"{SCALING_ADAPTER.kind} {adapter}"
         )
@@ -130,7 +130,3 @@ def _find_component(graph: Object, component: str) -> Object:
             f"Graph {name} has no component {component}.", f"It has {', '.join(parts)}."
         )
     return parts[component]
-
-
-def _has_adapter(part: Object) -> bool:
-    return part.get("scalingAdapter") is not None

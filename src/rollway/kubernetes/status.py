@@ -189,30 +189,20 @@ def _list_pods(
     for selector in selectors:
         pods |= {body["metadata"]["name"]: body for body in cluster.list(POD, labels=selector)}
     for name, body in sorted(pods.items()):
-        is_ready = all(each.get("ready") for each in _get_containers(body)) and _get_containers(
-            body
-        )
-        event = ""
-        if not is_ready:
-            event = gates.find_last_event(cluster, name)
+        event = "" if gates.is_ready(body) else gates.find_last_event(cluster, name)
         yield _describe_pod(name, body, event)
 
 
 def _describe_pod(name: str, body: Object, event: str) -> PodState:
-    labels, containers = body["metadata"].get("labels") or {}, _get_containers(body)
+    labels, status = body["metadata"].get("labels") or {}, body.get("status") or {}
+    containers = status.get("containerStatuses") or []
     waiting = ((each.get("state") or {}).get("waiting") or {} for each in containers)
     reasons = [each["reason"] for each in waiting if each.get("reason")]
     owner = labels.get(DGD_LABEL) or labels.get(RAY_LABEL) or labels.get(KEY_LABEL) or ""
     ready = sum(bool(each.get("ready")) for each in containers)
     wanted = len((body.get("spec") or {}).get("containers") or [])
-    status = body.get("status") or {}
     reason = ", ".join(reasons) or str(status.get("reason") or "")
     return PodState(name, owner, status.get("phase", ""), f"{ready}/{wanted}", reason, event)
-
-
-def _get_containers(body: Object) -> list[Object]:
-    containers: list[Object] = (body.get("status") or {}).get("containerStatuses") or []
-    return containers
 
 
 def _get_key(body: Object) -> str:

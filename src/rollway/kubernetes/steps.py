@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +31,7 @@ from rollway.kubernetes.objects import (
 )
 from rollway.kubernetes.run_mark import RunMark
 from rollway.kubernetes.spec import TRAINING, Infra
-from rollway.kubernetes.teardown import Report, list_objects, take_down
+from rollway.kubernetes.teardown import Report, delete_objects, list_objects
 from rollway.kubernetes.waits import (
     Deadline,
     wait_for,
@@ -110,7 +110,7 @@ class ClusterRun:
         order: str,
     ) -> None:
         self.mark = RunMark(cluster, infra.name)
-        self.cluster = cluster
+        self.cluster = cluster.add_fence(self.mark.check)
         self.infra, self.manifests = infra, manifests
         self.options, self.limits, self.report = options, options.limits, report
         self.name = infra.name
@@ -127,12 +127,10 @@ class ClusterRun:
     def finish(self, step: str) -> None:
         self.result.steps[step] = round(time.monotonic() - self._began, 3)
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self) -> AbstractContextManager[None]:
         """Be the one command that starts this run."""
         take_over = self.options.resume or self.options.recreate
-        with self.mark.hold(take_over=take_over, report=self.report):
-            yield
+        return self.mark.hold(take_over=take_over, report=self.report)
 
     @contextmanager
     def undo_on_failure(self, *, keep_what_is_there: bool = False) -> Iterator[None]:
@@ -171,10 +169,9 @@ class ClusterRun:
 
     def take_down(self, keep: Collection[str] = ()) -> None:
         """Delete the run's objects, and wait until they are gone; the mark stays."""
-        take_down(
-            self.cluster, self.name, timeout=self.limits.gone, keep=keep, keep_mark=True,
-            report=self.report,
-        )  # fmt: skip
+        delete_objects(
+            self.cluster, self.name, timeout=self.limits.gone, keep=keep, report=self.report
+        )
 
     # --- objects ---------------------------------------------------------------------------------
 
@@ -184,17 +181,17 @@ class ClusterRun:
         One that a killed CLI left is taken up. One that is going away is waited for.
         """
         name, deadline = body["metadata"]["name"], Deadline(self.limits.gone)
-        self.mark.check()
+        existed = True
         while True:
-            try:
-                return self.cluster.create(kind, body), False
-            except Conflict:
-                live = self.cluster.get(kind, name)
+            live = self.cluster.get(kind, name)
             if live is None:
-                continue  # it went in between
+                existed = False
+                with suppress(Conflict):  # the answer to the request was lost: it is there
+                    return self.cluster.create(kind, body), existed
+                continue
             self.check_is_ours(kind, live)
             if "deletionTimestamp" not in live["metadata"]:
-                return live, True
+                return live, existed
             self._wait_until_gone(kind, name, deadline)
 
     def _wait_until_gone(self, kind: Kind, name: str, deadline: Deadline) -> None:
@@ -211,7 +208,6 @@ class ClusterRun:
 
     def apply_all(self, bodies: Sequence[Object], owner: Object | None) -> list[Object]:
         """Apply objects at once, owned by `owner`; one that is going away is replaced."""
-        self.mark.check()
         return do_at_once(lambda body: self._apply(add_owner(body, owner)), bodies)
 
     def _apply(self, body: Object) -> Object:
@@ -320,7 +316,6 @@ class ClusterRun:
 
     def give_to(self, owner: Object, old: Sequence[str] = ()) -> None:
         """Make `owner` own the graphs and deployments of the run, instead of the UIDs `old`."""
-        self.mark.check()
         owned = [
             (kind, body)
             for kind, body in list_objects(self.cluster, self.name)

@@ -69,20 +69,37 @@ def take_down(
     *,
     timeout: float = 300.0,
     wait: bool = True,
+    keys: Collection[str] = (),
+    report: Report = lambda _: None,
+) -> list[str]:
+    """Delete a run, or the parts with `keys`; return `Kind name` of each object, in order.
+
+    The mark of a whole run is taken first, so that a command that is still starting the run stops,
+    and goes last."""
+    mark = None if keys else take_mark(cluster, name)
+    fenced = cluster if mark is None else cluster.add_fence(mark.check)
+    deleted = delete_objects(fenced, name, timeout=timeout, wait=wait, keys=keys, report=report)
+    if mark is not None:
+        mark.discard()
+    return deleted
+
+
+def delete_objects(
+    cluster: Cluster,
+    name: str,
+    *,
+    timeout: float,
+    wait: bool = True,
     keep: Collection[str] = (),
     keys: Collection[str] = (),
-    keep_mark: bool = False,
-    report: Report = lambda _: None,
+    report: Report,
 ) -> list[str]:
     """Delete the objects of a run and wait until they, and the pods of graphs and Ray, are gone;
     return `Kind name` of each, in order.
 
     `keep` has UIDs that stay, `keys` the values of the key label to which the deletion is limited.
-    The mark is taken first, so that a command that is still starting the run stops, and goes last,
-    unless parts of the run stay or `keep_mark` says that the caller holds it.
     """
     deadline, deleted = Deadline(timeout), list[str]()
-    mark = None if keep or keys or keep_mark else take_mark(cluster, name)
     while chosen := list_targets(cluster, name, keep=keep, keys=keys):
         for kind, body in chosen:
             metadata = body["metadata"]
@@ -95,9 +112,6 @@ def take_down(
             break
         _wait_until_gone(cluster, chosen, deadline, report)
         # Once more: a request of another command may have been under way.
-    if mark is not None:
-        with contextlib.suppress(ClusterError):  # it went with the run, or somebody has it now
-            mark.discard()
     return deleted
 
 

@@ -147,7 +147,7 @@ def wait_for_answer(cluster: Cluster, service: str, health: HealthSpec) -> None:
     deadline = Deadline(health.timeout)
     while True:
         status, _ = cluster.ask_service(service, health.port, health.path)
-        if 0 < status < 500:
+        if status < 500:
             return
         if not deadline.pause():
             break

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from rollway.errors import ClusterError, InvalidObject, KindMissing
-from rollway.kubernetes import client
+from rollway.kubernetes import api_server
 from rollway.kubernetes.check import check_cluster
 from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.manifests import render_all
 from rollway.kubernetes.objects import DGD, POD, RAYJOB
+from rollway.kubernetes.spec import HealthSpec
+from rollway.kubernetes.waits import wait_for_answer
 from tests.unit.kubernetes.objects import make_infra
 
 POD_BODY = {"metadata": {"name": "pod", "resourceVersion": "1"}}
@@ -30,7 +32,6 @@ class StubServer:
 
     def __init__(self) -> None:
         self.script: list[tuple[int, Any]] = [(200, POD_BODY)]
-        self.headers: dict[str, str] = {}
         self.paths: list[str] = []
         stub = self
 
@@ -44,8 +45,6 @@ class StubServer:
                     return
                 body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
-                for name, value in stub.headers.items():
-                    self.send_header(name, value)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -81,7 +80,7 @@ def cluster(stub: StubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }
     path = tmp_path / "config"
     path.write_text(json.dumps(config))
-    monkeypatch.setattr(client, "PATIENCE_SECONDS", 2.5)
+    monkeypatch.setattr(api_server, "PATIENCE_SECONDS", 2.5)
     return Cluster.connect(kubeconfig=path, namespace="rl")
 
 
@@ -94,7 +93,6 @@ def test_a_server_that_is_busy_is_asked_again(
     cluster: Cluster, stub: StubServer, status: int
 ) -> None:
     stub.script = [(status, make_status(status, "try again")), (200, POD_BODY)]
-    stub.headers = {"Retry-After": "1"}
     assert cluster.get(POD, "pod") == POD_BODY
     assert len(stub.paths) == 2
 
@@ -103,6 +101,14 @@ def test_a_server_that_stays_busy_is_reported(cluster: Cluster, stub: StubServer
     stub.script = [(503, make_status(503, "etcd is down"))]
     with pytest.raises(ClusterError, match="503 to get Pod pod in namespace rl: etcd is down"):
         cluster.get(POD, "pod")
+    assert len(stub.paths) == 2
+
+
+def test_an_api_server_that_restarts_does_not_end_a_wait_for_a_service(
+    cluster: Cluster, stub: StubServer
+) -> None:
+    stub.script = [(0, b""), (404, b"")]
+    wait_for_answer(cluster, "gym", HealthSpec(port=80, timeout=5))
     assert len(stub.paths) == 2
 
 

@@ -57,6 +57,14 @@ def test_a_dashboard_that_is_not_up_yet_is_asked_again(monkeypatch: pytest.Monke
     assert all(pause >= 1.0 for pause in pauses)
 
 
+def test_a_job_is_forgotten_when_it_has_ended() -> None:
+    """Ray refuses to delete one that runs, and then its id is not free."""
+    answers = [(200, b"{}"), (200, b'{"status": "RUNNING"}'), (200, b'{"status": "STOPPED"}')]
+    dashboard, fake = make_dashboard(*answers, (200, b"{}"))
+    dashboard.delete_job("x")
+    assert [method for method, _, _ in fake.asked] == ["POST", "GET", "GET", "DELETE"]
+
+
 def test_a_refusal_has_the_dashboards_words() -> None:
     dashboard, _ = make_dashboard((400, b"runtime_env is not valid"))
     with pytest.raises(ClusterError, match="runtime_env is not valid"):

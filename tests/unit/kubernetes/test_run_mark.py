@@ -14,48 +14,71 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollway.errors import ClusterError, Conflict, Gone, RunExists, RunTaken
+from rollway.errors import ClusterError, Conflict, RunExists, RunTaken
+from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.manifests import Manifests
+from rollway.kubernetes.objects import CONFIG_MAP, DGD, RAYJOB, RUN_LABEL
 from rollway.kubernetes.run_mark import RunMark, take_mark
+from rollway.kubernetes.steps import ClusterRun, RunOptions
+from rollway.kubernetes.teardown import delete_objects, take_down
+from tests.unit.kubernetes.objects import make_infra
 
 COMMANDS = 3
 OWNER = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": "math", "uid": "u"}}
+NAME = "rollway-math"
 
 
 class StubServer:
-    """One object with optimistic concurrency."""
+    """Objects with optimistic concurrency, in the place of an `ApiServer`. It deletes at once."""
 
     def __init__(self) -> None:
-        self.live: Any = None
+        self.served: set[Any] = set()
+        self.in_cluster = False
+        self.objects: dict[tuple[Any, str], Any] = {}
         self._versions = itertools.count(1)
 
-    def create(self, _: Any, body: Any) -> Any:
-        if self.live is not None:
-            raise Conflict("There is one.")
-        version = str(next(self._versions))
-        meta = {**body["metadata"], "uid": version, "resourceVersion": version}
-        self.live = {**body, "metadata": meta}
+    @property
+    def mark(self) -> Any:
+        return self.objects.get((CONFIG_MAP, NAME))
 
-    def get(self, *_: Any) -> Any:
-        return copy.deepcopy(self.live)
+    def ask(self, asked: Any, method: str, path: str, body: Any, _: str) -> Any:
+        if asked.verb == "list":
+            items = [body for (kind, _), body in self.objects.items() if kind == asked.kind]
+            return {"items": items}
+        key = (asked.kind, asked.name)
+        live = self.objects.get(key)
+        if method == "POST":
+            if live is not None:
+                raise Conflict("There is one.")
+            self.objects[key] = live = {**body, "metadata": {**body["metadata"]}}
+            live["metadata"]["uid"] = live["metadata"]["resourceVersion"] = self._choose_version()
+        elif live is not None and method != "GET":
+            expected = body["metadata"] if method == "PATCH" else body["preconditions"]
+            for field in {"uid", "resourceVersion"} & expected.keys():
+                if live["metadata"][field] != expected[field]:
+                    raise Conflict("It has changed.")
+            if method == "DELETE":
+                del self.objects[key]
+            else:
+                live["metadata"] |= body["metadata"] | {"resourceVersion": self._choose_version()}
+                live["data"] |= body["data"]
+        return copy.deepcopy(live)
 
-    def patch(self, _: Any, __: str, body: Any, *, resource_version: str) -> Any:
-        if self.live is None:
-            raise Gone("It is gone.")
-        if self.live["metadata"]["resourceVersion"] != resource_version:
-            raise Conflict("It has changed.")
-        self.live["metadata"] |= body.get("metadata", {})
-        self.live["metadata"]["resourceVersion"] = str(next(self._versions))
-        self.live["data"] |= body["data"]
+    def _choose_version(self) -> str:
+        return str(next(self._versions))
 
-    def delete(self, *_: Any, uid: str, resource_version: str) -> None:
-        meta = (self.live or {"metadata": {}})["metadata"]
-        if (meta.get("uid"), meta.get("resourceVersion")) != (uid, resource_version):
-            raise Conflict("It has changed.")
-        self.live = None
+
+def make_cluster(server: StubServer) -> Cluster:
+    return Cluster(server, "rl")  # type: ignore[arg-type]
 
 
 def make_mark(server: StubServer) -> RunMark:
-    return RunMark(server, "math")  # type: ignore[arg-type]
+    return RunMark(make_cluster(server), "math")
+
+
+def add_object(server: StubServer, kind: Any, name: str) -> None:
+    metadata = {"name": name, "labels": {RUN_LABEL: "math"}}
+    make_cluster(server).create(kind, {"metadata": metadata, "spec": {}})
 
 
 def take(mark: RunMark, *, take_over: bool = False) -> None:
@@ -87,7 +110,7 @@ def test_two_commands_never_act_on_one_run(actions: list[tuple[str, int]]) -> No
             try:
                 take(mark, take_over=action == "resume")
             except RunExists:
-                assert action == "start" and server.live["data"]["holder"]
+                assert action == "start" and server.mark["data"]["holder"]
                 continue
             assert action == "resume" or not was_held
             overtaken |= others
@@ -95,7 +118,7 @@ def test_two_commands_never_act_on_one_run(actions: list[tuple[str, int]]) -> No
         elif action == "give":
             with contextlib.suppress(ClusterError):
                 mark.give_to(OWNER)
-        elif action == "undo" and server.live is not None:
+        elif action == "undo" and server.mark is not None:
             if number in overtaken:
                 with pytest.raises(RunTaken):
                     mark.regain()
@@ -106,7 +129,7 @@ def test_two_commands_never_act_on_one_run(actions: list[tuple[str, int]]) -> No
             with contextlib.suppress(ClusterError):
                 mark.release()
         elif action == "down":
-            down = take_mark(server, "math")  # type: ignore[arg-type]
+            down = take_mark(make_cluster(server), "math")
             if down is not None:
                 assert not any(map(may_act, marks))
                 down.discard()
@@ -126,7 +149,7 @@ def test_what_was_made_after_a_down_is_still_removed() -> None:
     server = StubServer()
     mark = make_mark(server)
     take(mark)
-    server.live = None  # `down`
+    take_down(make_cluster(server), "math")
     with pytest.raises(ClusterError, match="took run math down"):
         mark.check()
     mark.regain()
@@ -135,9 +158,87 @@ def test_what_was_made_after_a_down_is_still_removed() -> None:
 
 def test_the_mark_of_somebody_else_is_not_touched() -> None:
     server = StubServer()
-    server.create(None, {"metadata": {"name": "rollway-math"}, "data": {}})
-    before = server.get()
+    cluster = make_cluster(server)
+    cluster.create(CONFIG_MAP, {"metadata": {"name": NAME}, "data": {}})
+    before = cluster.get(CONFIG_MAP, NAME)
     with pytest.raises(RunExists, match="does not belong to run math"):
         take(make_mark(server), take_over=True)
-    assert take_mark(server, "math") is None  # type: ignore[arg-type]
-    assert server.get() == before
+    assert take_mark(cluster, "math") is None
+    assert cluster.get(CONFIG_MAP, NAME) == before
+
+
+def start(mark: RunMark) -> None:
+    """Start a run that a RayJob owns."""
+    with mark.hold(take_over=False, report=lambda _: None):
+        mark.give_to(OWNER)
+
+
+def test_a_refused_command_leaves_the_mark_as_it_was() -> None:
+    server = StubServer()
+    start(make_mark(server))
+    for _ in range(2):
+        owners = server.mark["metadata"]["ownerReferences"]
+        assert [owner["name"] for owner in owners] == ["math"]
+        assert server.mark["data"]["holder"] == ""
+        hold = make_mark(server).hold(take_over=True, report=lambda _: None)
+        with pytest.raises(RunExists), hold:
+            raise RunExists("The RayJob of the run is there.")
+
+
+def test_a_command_that_made_nothing_leaves_no_mark() -> None:
+    server = StubServer()
+    hold = make_mark(server).hold(take_over=False, report=lambda _: None)
+    with pytest.raises(KeyboardInterrupt), hold:
+        raise KeyboardInterrupt
+    assert server.mark is None
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+def test_who_is_overtaken_while_it_deletes_leaves_the_new_objects(is_down: bool) -> None:
+    """`down`, `--recreate` and a rollback wait for minutes until pods are gone, and look again."""
+    server = StubServer()
+    cluster, first, second = make_cluster(server), make_mark(server), make_mark(server)
+    take(first)
+    add_object(server, RAYJOB, "math")
+
+    def report(text: str) -> None:
+        if text.startswith("wait until RayJob"):
+            take(second, take_over=True)
+            add_object(server, DGD, "policy")
+
+    with pytest.raises(RunTaken):
+        if is_down:
+            take_down(cluster, "math", report=report)
+        else:
+            delete_objects(cluster.add_fence(first.check), "math", timeout=5, report=report)
+    assert (DGD, "policy") in server.objects
+    second.check()
+
+
+def test_a_job_whose_answer_was_lost_is_the_commands_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = StubServer()
+    run = ClusterRun(
+        make_cluster(server), make_infra(name="math"), Manifests(), RunOptions(), print, "suspended"
+    )
+    body = {"metadata": {"name": "math", "labels": {RUN_LABEL: "math"}}, "spec": {}}
+    create = Cluster.create
+
+    def lose(*arguments: Any) -> None:
+        create(*arguments)
+        raise Conflict("The request was repeated, and there is one now.")
+
+    with run.hold():
+        monkeypatch.setattr(Cluster, "create", lose)
+        live, existed = run.create_or_take_up(RAYJOB, body)
+        assert live["metadata"]["name"] == "math" and not existed
+        assert run.create_or_take_up(RAYJOB, body) == (live, True)
+
+
+def test_who_is_overtaken_sends_no_order_to_ray() -> None:
+    server = StubServer()
+    first, second = make_mark(server), make_mark(server)
+    take(first)
+    take(second, take_over=True)
+    fenced = make_cluster(server).add_fence(first.check)
+    with pytest.raises(RunTaken):
+        fenced.ask_service("math-head-svc", 8265, "/api/jobs/math", method="DELETE")
