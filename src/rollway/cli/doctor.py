@@ -7,10 +7,10 @@ import asyncio
 from typing import Any
 
 from rollway.cli.arguments import Parser, set_command
-from rollway.cli.output import print_json, print_problems, print_result, print_table
+from rollway.cli.output import print_json, print_problems, print_progress, print_result, print_table
 from rollway.errors import Problem
 from rollway.stack import local
-from rollway.stack.doctor import ListeningSocket, examine, list_listeners
+from rollway.stack.doctor import ListeningSocket, examine, is_in_this_network, list_listeners
 from rollway.stack.ray import launcher
 from rollway.stack.state import list_stacks
 
@@ -55,6 +55,15 @@ def _show_ports(options: argparse.Namespace) -> int:
         states = [state for state in states if state.name == options.ports]
         if not states:
             raise local.make_not_running_error(options.ports)
+    if not states and not options.json:
+        print("no stack is running")
+    for state in states:
+        if not is_in_this_network(state):
+            there = f"nsenter --target {state.supervisor_pid} --net"
+            print_progress(
+                f"warning: {state.name} is in another network namespace, whose ports are not seen "
+                f"from here. Run this there: {there} rollway doctor --ports {state.name}"
+            )
     listeners = [listener for state in states for listener in list_listeners(state)]
     result = {"listeners": [listener.as_json() for listener in listeners]}
     print_result(options, result, lambda _: _print_listeners(listeners))
@@ -62,8 +71,6 @@ def _show_ports(options: argparse.Namespace) -> int:
 
 
 def _print_listeners(listeners: list[ListeningSocket]) -> None:
-    if not listeners:  # a running stack has some
-        print("no stack is running")
     columns = ("stack", "process", "protocol", "address", "port", "reach", "purpose")
     rows = ([str(getattr(entry, name) or "") for name in columns] for entry in listeners)
     print_table(("stack", "process", "", "address", "port", "reached by", "for"), rows)
