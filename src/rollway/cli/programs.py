@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -14,19 +15,14 @@ from rollway.errors import UsageError, require
 REPOSITORY = "https://github.com/rollway/rollway"
 
 
-def add_bench(parser: Parser) -> None:
-    _add_program(parser, "benchmarks")
-
-
-def add_chaos(parser: Parser) -> None:
-    _add_program(parser, "chaos")
-
-
-def _add_program(parser: Parser, package: str) -> None:
+def _add_program(package: str, parser: Parser) -> None:
     """Leave all arguments to the program, also `-h`: no character begins an option here."""
     parser.prefix_chars = "\0"
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parser.set_defaults(run_command=run_from_checkout, package=package)
+
+
+add_bench, add_chaos = partial(_add_program, "benchmarks"), partial(_add_program, "chaos")
 
 
 def run_from_checkout(options: argparse.Namespace) -> int:
