@@ -395,9 +395,11 @@ def _find_addresses(target: str, rl_url: str | None) -> tuple[str, str, str]:
 
 
 def _find_local_stack(frontend: str, host: str, port: int | None) -> StackState | None:
-    """Return the recorded stack of this user whose frontend has that address."""
+    """Return the recorded stack of this user whose frontend has that address. One that has joined
+    it has the same address, and no frontend."""
     for state in list_stacks():
+        is_here = any(process.role == "frontend" for process in state.processes)
         is_same_port = is_loopback(host) and urlsplit(state.frontend).port == port
-        if (is_same_port or state.frontend == frontend) and state.is_supervised:
+        if is_here and (is_same_port or state.frontend == frontend) and state.is_supervised:
             return state
     return None

@@ -175,7 +175,7 @@ class Http:
 
 
 class _OneConnection(Http):
-    """The client of `Http.pinned`."""
+    """The client of `Http.pin`."""
 
     def __init__(self, parent: Http) -> None:
         super().__init__()

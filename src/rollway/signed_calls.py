@@ -49,7 +49,6 @@ OTHER_PROCESS = "the order is for another process"
 # `UNSIGNED` and `OTHER_PROCESS` are on the wire: the fleet recognises a refusal by them.
 FRESH_SECONDS = 120.0
 """How much two clocks may differ, and for how long a number is remembered."""
-_MAX_NUMBERS = 1 << 20
 
 _kept_secret: str | None = None
 
@@ -82,9 +81,8 @@ def keep_secret() -> str:
 class UsedNumbers:
     """Accepts each number once, and remembers it for as long as its order counts as fresh."""
 
-    def __init__(self, fresh_seconds: float = FRESH_SECONDS, most: int = _MAX_NUMBERS) -> None:
+    def __init__(self, fresh_seconds: float = FRESH_SECONDS) -> None:
         self._fresh_seconds = fresh_seconds
-        self._most = most
         self._numbers: dict[str, float] = {}
         """Each number with the time at which it may be forgotten, in the order of arrival."""
 
@@ -107,8 +105,6 @@ class UsedNumbers:
             del self._numbers[next(iter(self._numbers))]
         if number in self._numbers:
             raise OrderRefused("sent before")
-        if len(self._numbers) >= self._most:
-            raise OrderRefused("too many requests at once")
         self._numbers[number] = now + 2 * self._fresh_seconds
 
 

@@ -24,7 +24,7 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
-from rollway.signed_calls import ORDER, SECRET, OrderRefused, UsedNumbers, Verifier, sign
+from rollway.signed_calls import ORDER, SECRET, OrderRefused, Verifier, sign
 from rollway.stack.state import StackDir, secret_file
 from tests.light.spec import light
 from tests.stack.policies import Policy
@@ -120,14 +120,6 @@ def test_an_old_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: now + 1000)
     with pytest.raises(OrderRefused, match="too old"):
         Verifier(WORD, "p1").open("pause_generation", order)
-
-
-def test_the_memory_of_used_numbers_is_bounded() -> None:
-    used, now = UsedNumbers(most=10), f"{time.time():.3f}"
-    for number in range(10):
-        used.use(str(number), now)
-    with pytest.raises(OrderRefused, match="too many"):
-        used.use("11", now)
 
 
 async def test_refusals_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 import rollway
-from rollway import stack_handle as async_stack_module
-from rollway import sync
-from rollway.api import Opening
+from rollway import processes, stack_handle, sync
+from rollway.api import Opening, _find_addresses
 from rollway.errors import UsageError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet as AsyncFleet
@@ -27,6 +26,7 @@ from rollway.http import Http
 from rollway.publishing import find_addresses
 from rollway.rollout.client import Rollouts as AsyncRollouts
 from rollway.rollout.teacher import Teacher as AsyncTeacher
+from rollway.stack.state import ProcessState, StackDir, StackState, choose_run_dir
 from rollway.stack_handle import Stack as AsyncStack
 
 # Coroutines that only Rollway calls: background work of an event loop, and integrations.
@@ -255,7 +255,7 @@ def test_a_refit_completes_a_transfer_that_the_publisher_takes_part_in(
     earlier, publisher = SendingPublisher(), SendingPublisher()
     to_open = iter([earlier, publisher])
     with monkeypatch.context() as patch:
-        patch.setattr(async_stack_module, "open_for_stack", lambda *_, **__: next(to_open))
+        patch.setattr(stack_handle, "open_for_stack", lambda *_, **__: next(to_open))
         assert stack.publisher("collective") is earlier
         assert stack.publisher("collective") is publisher
     undecided = stack.publisher()
@@ -354,3 +354,33 @@ def test_a_stack_runs_where_it_is_told_to() -> None:
     for wrong in ("slurm", "ray=", "local=x"):
         with pytest.raises(UsageError, match="nothing that a stack can run on"):
             launch(wrong)
+
+
+def write_state(name: str, frontend: str, *roles: str) -> None:
+    """Write the state of a stack that this process supervises, in a home whose stacks are not
+    stopped after the test."""
+    me, run_id = processes.this_process(), "0123456789abcdef"
+    state = StackState(
+        name, run_id, me.pid, me.start, str(choose_run_dir(run_id)), "/logs", frontend=frontend
+    )
+    state.processes = [ProcessState(role, role, f"/logs/{role}.log") for role in roles]
+    StackDir(name).write(state)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:20000", "http://10.0.0.5:20000"])
+def test_an_address_means_the_stack_that_runs_the_frontend(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str
+) -> None:
+    monkeypatch.setenv("ROLLWAY_HOME", str(tmp_path))
+    write_state("a-joined", url, "worker")
+    assert _find_addresses(url, None)[2] == ""
+    write_state("first", url, "worker", "frontend")
+    assert _find_addresses(f"{url}/v1", None)[2] == "first"
+
+
+def test_an_address_is_found_beside_a_damaged_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ROLLWAY_HOME", str(tmp_path))
+    write_state("bad", "http://127.0.0.1:2000x", "frontend")
+    assert _find_addresses("http://localhost:20000", None)[2] == ""

@@ -58,7 +58,8 @@ BUDGET = {
     "stack/ray": (10, 1_950),
     "weights": (58, 11_130),
 }
-"""The most modules and lines of a package: what it has. It may shrink, and not grow."""
+"""The most modules and lines of each package: what it has, as long as that is more than the plan of
+the code gives it. A package may shrink, and not grow; a new one needs an entry."""
 
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}
@@ -114,9 +115,14 @@ def test_the_package_and_its_rooms_keep_their_budgets() -> None:
         modules[room] += len(file.read_text().splitlines()) > 5 or file.name != "__init__.py"
         lines[room] += count_code(file)
     assert modules.total() <= MOST_MODULES and lines.total() <= MOST_LINES
-    sizes = {room: (modules[room], lines[room]) for room in BUDGET}
-    wrong = {room for room, size in sizes.items() if any(map(int.__gt__, size, BUDGET[room]))}
-    assert not wrong, {room: (sizes[room], BUDGET[room]) for room in wrong}
+    # An empty `__init__.py` is no room.
+    sizes = {room: (modules[room], count) for room, count in lines.items() if count}
+    over = {
+        room: f"{size} is over {BUDGET.get(room)}"
+        for room, size in sizes.items()
+        if any(map(int.__gt__, size, BUDGET.get(room, (0, 0))))
+    }
+    assert not over
 
 
 def count_code(file: Path) -> int:

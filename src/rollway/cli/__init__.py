@@ -24,7 +24,7 @@ _COMMANDS = {
     "status": ("stack", "show running stacks, processes and weight versions"),
     "logs": ("stack", "show the log of a process"),
     "down": ("stack", "stop a stack, and clear what killed stacks left"),
-    "doctor": ("stack", "check this machine: versions, ports, memory, GPUs"),
+    "doctor": ("doctor", "check this machine: versions, ports, memory, GPUs"),
     "fleet": ("fleet", "list, pause, refit, sleep, watch the workers of a stack"),
     "weights": ("weights", "plan the transfer of weights"),
     "observe": ("observe", "give a stack to Prometheus, Grafana, Kubernetes"),
@@ -35,9 +35,9 @@ _COMMANDS = {
     "dash": ("dash", "show a stack, or a recorded run, as a page in the browser"),
     "top": ("dash", "show a stack, or a recorded run, in the terminal"),
     "report": ("dash", "tell what happened in a recorded run, as one HTML file, or compare two"),
-    "chaos": ("checkout", "refit while things break, and check every token"),
-    "bench": ("checkout", "measure, as ratios within one run"),
-    "demo": ("demo", "train a tiny policy with GRPO on a real stack"),
+    "chaos": ("programs", "refit while things break, and check every token"),
+    "bench": ("programs", "measure, as ratios within one run"),
+    "demo": ("programs", "train a tiny policy with GRPO on a real stack"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`rollway up`, `status`, `down`, `logs` and `doctor`, for stacks of this machine and on Ray."""
+"""`rollway up`, `status`, `down` and `logs`, for stacks of this machine and on Ray."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ from rollway.cli.arguments import (
 from rollway.cli.output import (
     get_spec_file,
     print_json,
-    print_problems,
     print_result,
     print_rich,
     print_table,
 )
-from rollway.errors import NoWorkers, Problem, RollwayError, Unreachable, UsageError
+from rollway.errors import NoWorkers, RollwayError, Unreachable, UsageError
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.private_files import is_plain_name
 from rollway.spec import StackSpec
 from rollway.stack import local, logs
-from rollway.stack.doctor import ListeningSocket, examine, list_listeners
 from rollway.stack.local import RunningStack
 from rollway.stack.locks import Lease
 from rollway.stack.plan import plan_stack
@@ -397,66 +395,6 @@ def _list_logs(
     return 0
 
 
-# --- doctor --------------------------------------------------------------------------------------
-
-
-def doctor(options: argparse.Namespace) -> int:
-    if options.ports is not None:
-        return _show_ports(options)
-    if options.stack is not None:
-        return _examine_stack(options)
-    return _report_findings(options, examine(), {}, "")
-
-
-def _examine_stack(options: argparse.Namespace) -> int:
-    """Check a stack that runs, with a few short requests."""
-    from rollway.observe.doctor import examine_stack  # loads the whole API
-
-    name = options.stack
-    if "://" not in name:
-        name = launcher.resolve_name(name or None)
-    done = asyncio.run(examine_stack(name, options.rl_url))
-    text = f"{done.stack} was sent {done.requests} requests, which took {done.tokens} tokens."
-    facts = {"stack": done.stack, "requests": done.requests, "tokens": done.tokens}
-    return _report_findings(options, done.findings, facts, text)
-
-
-def _report_findings(
-    options: argparse.Namespace, findings: list[Problem], facts: dict[str, Any], text: str
-) -> int:
-    names = ("check", "level", "found", "advice")
-    if options.json:
-        print_json({**facts, "findings": [finding.as_json(*names) for finding in findings]})
-    else:
-        print_problems(findings)
-        print(text, end="\n" if text else "")
-    return 1 if any(finding.level == "error" for finding in findings) else 0
-
-
-def _show_ports(options: argparse.Namespace) -> int:
-    """List the listeners of running stacks, and warn about those that the network can reach."""
-    states = [state for state in list_stacks() if state.is_supervised]
-    if options.ports:
-        states = [state for state in states if state.name == options.ports]
-        if not states:
-            raise local.make_not_running_error(options.ports)
-    listeners = [listener for state in states for listener in list_listeners(state)]
-    result = {"listeners": [listener.as_json() for listener in listeners]}
-    print_result(options, result, lambda _: _print_listeners(listeners))
-    return 0
-
-
-def _print_listeners(listeners: list[ListeningSocket]) -> None:
-    if not listeners:  # a running stack has some
-        print("no stack is running")
-    columns = ("stack", "process", "protocol", "address", "port", "reach", "purpose")
-    rows = ([str(getattr(entry, name) or "") for name in columns] for entry in listeners)
-    print_table(("stack", "process", "", "address", "port", "reached by", "for"), rows)
-    for advice in dict.fromkeys(entry.advice for entry in listeners if entry.advice):
-        ports = sorted(str(entry.port) for entry in listeners if entry.advice == advice)
-        print(f"warning: the network can reach {', '.join(ports)}. {advice}")
-
-
 # --- arguments ---------------------------------------------------------------------------------
 
 
@@ -498,12 +436,3 @@ def add_down(parser: Parser) -> None:
     add_on(parser)
     add_flag(parser, "--all", "every stack of this user")
     add_quiet(parser)
-
-
-def add_doctor(parser: Parser) -> None:
-    set_command(parser, doctor)
-    text = "check a stack that runs (NAME, or a frontend's address) with a few short requests"
-    parser.add_argument("--stack", nargs="?", const="", metavar="NAME", help=text)
-    parser.add_argument("--rl-url", help="with --stack: the RL worker listing, if it is elsewhere")
-    text = "list where running stacks (or one) listen, and who can reach them"
-    parser.add_argument("--ports", nargs="?", const="", metavar="NAME", help=text)

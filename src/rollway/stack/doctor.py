@@ -365,6 +365,16 @@ def list_listeners(state: StackState) -> list[ListeningSocket]:
     return sorted(listed.values(), key=lambda entry: (order[entry.reach], entry.process))
 
 
+def is_in_this_network(state: StackState) -> bool:
+    """Return whether a stack is in the network namespace of this process, the only one whose
+    sockets psutil sees."""
+    try:
+        network = Path(f"/proc/{state.supervisor_pid}/ns/net").stat()
+    except OSError:  # it has just ended
+        return True
+    return os.path.samestat(network, Path("/proc/self/ns/net").stat())
+
+
 def _find_bound(entry: Any) -> _Socket | None:
     """Return where a socket listens; None for one that only connects."""
     if entry.family == socket.AF_UNIX:

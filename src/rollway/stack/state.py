@@ -236,6 +236,7 @@ def _validate(state: StackState, name: str) -> None:
             raise ValueError("the log of a process is not in the log directory")
     if not log_dir.is_absolute():
         raise ValueError("its log directory is not an absolute path")
+    urlsplit(state.frontend).port  # noqa: B018  (raises ValueError; `attach` looks at all stacks)
 
 
 class StackDir:

@@ -1,9 +1,9 @@
 """The process that owns a stack: it starts the stack, watches it and stops it.
 
-    rollway up ──spawns──► Supervisor ──has──► Children  run the processes, write state.json
-     │     spec on stdin    │    │
-     ├──lifeline (a pipe)───┤    └──has──► Healer  restarts processes of a ready stack
-     └──reads state.json────┘
+    rollway up ──spawns─────────────► Supervisor ──has──► Children  run processes, write state.json
+     ├── spec, lifeline ─────► stdin ───┤   └──has──► Healer  restarts processes of a ready stack
+     ├── ready, or why not ◄── stdout ──┘
+     └── reads state.json
 
 The life of a stack, as `phase` in state.json shows it:
 

@@ -14,6 +14,8 @@ import pytest
 from rollway.cli import main, make_parser, stack
 from rollway.cli.output import get_spec_file
 from rollway.errors import UsageError
+from rollway.processes import ProcessId
+from rollway.stack.state import StackDir, StackState, choose_run_dir
 
 HEAVY = ("aiohttp", "msgspec", "pydantic", "rich", "torch", "yaml", "asyncio")
 
@@ -122,6 +124,25 @@ def test_logs_name_a_stack_a_process_or_both(
         assert answer == {"directory": str(stacks / owner / "logs"), "logs": ["frontend"]}
     else:
         assert answer["log"] == str(stacks / owner / "logs" / f"{process}.log")
+
+
+def test_the_doctor_says_that_it_cannot_see_another_network(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", "echo; exec sleep 600"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        if not child.stdout.readline():
+            pytest.skip("no network namespaces here")
+        process, run_id = ProcessId.of(child.pid), "0123456789abcdef"
+        assert process is not None
+        run_dir = str(choose_run_dir(run_id))
+        StackDir("t").write(StackState("t", run_id, process.pid, process.start, run_dir, "/logs"))
+        assert main(["doctor", "--ports", "t"]) == 0
+        child.kill()
+    printed = capsys.readouterr()
+    assert "another network namespace" in printed.err
+    assert "no stack is running" not in printed.out
 
 
 def test_too_many_words_for_logs(capsys: pytest.CaptureFixture[str]) -> None:

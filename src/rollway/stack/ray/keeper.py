@@ -25,7 +25,7 @@ from rollway.spec import StackSpec
 from rollway.stack import local, logs, preset, running
 from rollway.stack.locks import Lease
 from rollway.stack.ray import cluster, groups
-from rollway.stack.ray.node_check import Problem, find_problem
+from rollway.stack.ray.node_check import find_problem
 from rollway.stack.state import (
     StackDir,
     StackState,
@@ -78,7 +78,7 @@ class Keeper:
         await asyncio.to_thread(self._remove_groups)
         ray.kill(self._me)
 
-    async def examine(self, needs: dict[str, Any]) -> tuple[bool, Problem | None]:
+    async def examine(self, needs: dict[str, Any]) -> tuple[bool, tuple[str, str] | None]:
         """Clear what dead runs left on this node; return whether it has GPUs, and what of the
         `needs` of a stack it does not have."""
         await asyncio.to_thread(_clear_dead_parts)

@@ -22,8 +22,6 @@ from rollway.spec import StackSpec
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-Problem = tuple[str, str]
-"""What is missing, and what to do about it."""
 _READ_FACTS = """
 import importlib.metadata as m, importlib.util as u, json, sys
 def read(name):
@@ -105,8 +103,8 @@ def list_needs(spec: StackSpec) -> dict[str, Any]:
     }
 
 
-def find_problem(needs: dict[str, Any]) -> Problem | None:
-    """Return the first thing that this node does not have."""
+def find_problem(needs: dict[str, Any]) -> tuple[str, str] | None:
+    """Return the first thing that this node does not have, and what to do about it."""
     from packaging.requirements import Requirement
 
     installed = importlib.metadata.version("rollway")

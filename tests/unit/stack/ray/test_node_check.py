@@ -43,7 +43,7 @@ def test_what_a_node_lacks_is_named(
 def test_packages_of_a_runtime_env_must_be_there(tmp_path: Path) -> None:
     """Rollway installs nothing; Curator's server for PDFs names a package in its own code."""
 
-    def find_problem(packages: Any) -> node_check.Problem | None:
+    def find_problem(packages: Any) -> tuple[str, str] | None:
         model = {"path": str(tmp_path), "runtime_env": {"uv": packages}}
         spec = load_spec({"launcher": "ray", "models": [model], "python": sys.executable})
         needs = node_check.list_needs(spec)

@@ -1,12 +1,42 @@
-"""`rollway demo`: train a tiny policy on a real stack."""
+"""`rollway demo`, and `bench` and `chaos`, which are in the repository and not in the package."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
+import rollway
 from rollway.cli.arguments import Parser, pick_fields, set_command
-from rollway.errors import require
+from rollway.errors import UsageError, require
+
+REPOSITORY = "https://github.com/rollway/rollway"
+
+
+def _add_program(package: str, parser: Parser) -> None:
+    """Leave all arguments to the program, also `-h`: no character begins an option here."""
+    parser.prefix_chars = "\0"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.set_defaults(run_command=run_from_checkout, package=package)
+
+
+add_bench, add_chaos = partial(_add_program, "benchmarks"), partial(_add_program, "chaos")
+
+
+def run_from_checkout(options: argparse.Namespace) -> int:
+    """Give the arguments to the program in the checkout that this package is installed from."""
+    package, root = options.package, Path(rollway.__file__).parents[2]
+    options.json = "--json" in options.arguments
+    if not (root / package / "__main__.py").is_file():
+        raise UsageError(
+            f"The program `{package}` is in the repository, not in the installed package.",
+            f"Clone {REPOSITORY}, run `pip install -e .` there, then the same command.",
+        )
+    sys.path.insert(0, str(root))
+    code: int = import_module(f"{package}.__main__").main(options.arguments)
+    return code
 
 
 def demo(options: argparse.Namespace) -> int:
