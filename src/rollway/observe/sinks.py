@@ -78,7 +78,9 @@ class Feed:
     ) -> None:
         """`recorder` gets an event when a sink fails; `trainer_names` adds the names that users
         of trainers know, `generation_metrics/…`."""
-        self._follower = Run(directory).follower()
+        run = Run(directory)
+        run.check_schema()
+        self._follower = run.follower()
         self._sinks = list(sinks)
         self._recorder = recorder
         self._state = RunState()

@@ -21,14 +21,15 @@ import pytest
 
 from rollway.errors import PortInUse, UsageError
 from rollway.observe import workers
-from rollway.observe.dash import verdicts
+from rollway.observe.dash import open_run, verdicts
 from rollway.observe.dash import view as source_module
 from rollway.observe.dash.browsers import POLICY, DashAccess
-from rollway.observe.dash.open_run import open_directory
+from rollway.observe.dash.open_run import open_directory, open_stack
 from rollway.observe.dash.server import STATIC, Dashboard, serve
 from rollway.observe.dash.view import Source, View
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
+from rollway.stack.state import StackState
 from tests.observe.make_run import MadeRun, Writer, write_run
 from tests.waiting import wait_until_async
 
@@ -373,3 +374,15 @@ def test_every_figure_of_the_page_is_a_metric() -> None:
     behind = set(re.findall(r'"((?:rollway_|vllm:)\w+)"', source))
     assert len(behind) > 8
     assert behind <= names
+
+
+def test_a_stack_that_another_rollway_records_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = StackState("old", "0" * 16, 1, 1, "/run", "/logs", record_dir=str(tmp_path))
+    monkeypatch.setattr(open_run, "find_state", lambda _: state)
+    assert open_stack("old").poll() == []  # it has just started
+    header = {"kind": "header", "schema": 1, "t": T, "process": "supervisor"}
+    (tmp_path / "supervisor-1-a.jsonl").write_text(json.dumps(header) + "\n")
+    with pytest.raises(UsageError, match="its schema is 1"):
+        open_stack("old")
