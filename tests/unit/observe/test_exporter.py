@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollway.errors import RequestFailed
+from rollway.errors import PortInUse, RequestFailed
 from rollway.http import Http
 from rollway.observe.dash.view import Source
 from rollway.observe.exporter import Exporter, make_config, write_token
@@ -52,6 +53,15 @@ async def test_the_page_is_announced_while_it_is_served(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "targets" / "s.json").read_text()) == []
         with pytest.raises(RequestFailed, match="403"):
             await http.get_text(url, timeout=5, headers={"Host": "evil.example"})
+    assert not list(tmp_path.rglob("*.json"))
+
+
+async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"port {port} of 127.0.0.1"):
+            async with make_exporter(tmp_path).serve("127.0.0.1", port, ""):
+                pass
     assert not list(tmp_path.rglob("*.json"))
 
 
