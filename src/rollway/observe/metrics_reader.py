@@ -1,6 +1,6 @@
 """Read Prometheus pages: the families of the table, and what happened between two pages.
 
-    page of a worker ──Families.parse──► Scrape ──History.advance──► rates, totals, buckets
+    page of a worker ──Families.parse──► Scrape ──ProcessMetrics.advance──► rates, totals, buckets
 
 A counter that falls, or whose process was replaced, has begun again at 0. A page may be anything: a
 line that is none is left out.

@@ -10,7 +10,7 @@
     GET /api/stream        server-sent events: first everything, then what changed
     GET /api/logs, /api/log?name=N    names of logs; one log, followed
 
-It only reads, and only the run and log directories and the gateway's journal. See `access` for who
+It only reads, and only the run and log directories and the gateway's store. See `browsers` for who
 is admitted.
 """
 

@@ -40,7 +40,7 @@ class Source:
     get_phase: Callable[[], Phase] = lambda: "recorded"
     log_dir: Path | None = None
     journal: Path | None = None
-    """The journal of the stack's gateway, whether there is one or not."""
+    """The store of the stack's gateway, whether there is one or not."""
     settle_seconds: float = 0.0
     """How long a record that has just begun takes until it tells the present."""
 
