@@ -469,7 +469,9 @@ def is_alive(header: Entry, run: Path) -> bool:
     if header.get("host") != socket.gethostname():
         return time.time() - get_last_write(run) < _FRESH_SECONDS
     pid, start = header.get("pid"), header.get("start")
-    return bool(pid and start) and processes.ProcessId(pid, start).alive
+    if pid is None or start is None:
+        return False
+    return processes.ProcessId(pid, start).alive
 
 
 def remove_run(run: Path) -> None:
