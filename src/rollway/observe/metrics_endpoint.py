@@ -26,10 +26,10 @@ from urllib.parse import urlsplit
 
 from rollway.callers import is_loopback_host, is_one_of, read_bearer
 from rollway.observe import steps
-from rollway.observe.metrics import OWN, parse_labels_key
+from rollway.observe.metrics import OWN, Values, parse_labels_key
 from rollway.observe.read import Run, is_alive, list_runs, read_headers
 from rollway.observe.record import Entry
-from rollway.observe.run_state import RunState, Values
+from rollway.observe.run_state import RunState
 from rollway.spec import is_loopback
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rollway.errors import RollwayError
 from rollway.http import Http
-from rollway.observe.metrics import RATE, make_labels_key
+from rollway.observe.metrics import RATE, Values, make_labels_key
 from rollway.observe.metrics_reader import Buckets, Families, ProcessMetrics, find_percentiles
 from rollway.observe.record import Recorder
 
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 LARGEST_PAGE = 8 << 20
 SHORTEST_TIMEOUT = 1.0
-Values = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)

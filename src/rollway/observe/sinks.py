@@ -26,6 +26,7 @@ from rollway.observe.metrics import (
     LENGTHS,
     TRAINER_NAMES,
     TRAINER_PREFIX,
+    Values,
     find_metric,
     make_labels_key,
     parse_labels_key,
@@ -33,7 +34,7 @@ from rollway.observe.metrics import (
 from rollway.observe.metrics_endpoint import render_page
 from rollway.observe.read import Run
 from rollway.observe.record import Entry, Recorder
-from rollway.observe.run_state import RunState, Values
+from rollway.observe.run_state import RunState
 
 log = logging.getLogger(__name__)
 

@@ -139,11 +139,11 @@ class Dashboard:
 
     async def _send_model(self, request: web.Request) -> web.Response:
         view, at = await self._get_view(request)
-        model = self.watch.make_model(view)
+        page = self.watch.make_page(view)
         if at is not None:
             state = self.view.state
-            model["run"] |= {"at": at, "first": state.first, "last": state.now}
-        return _make_json({**view.get_whole(), "sections": model})
+            page["sections"]["run"] |= {"at": at, "first": state.first, "last": state.now}
+        return _make_json(page)
 
     async def _send_refit(self, request: web.Request) -> web.Response:
         view, _ = await self._get_view(request)
