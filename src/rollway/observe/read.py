@@ -134,10 +134,9 @@ class Run:
                 "Read it with the version that recorded it.",
             )
 
-    def read(self, *, without: Collection[str] = (), until: float = math.inf) -> Iterator[Entry]:
-        """Yield all entries that are there now, in the order of time; `without` names kinds that
-        are passed over, up to a time, which is faster than to leave them out later."""
-        return self.follower().read(without=without, until=until)
+    def read(self) -> Iterator[Entry]:
+        """Yield all entries that are there now, in the order of time."""
+        return self.follower().read()
 
     def read_end(self, most_bytes: int = _END_BYTES) -> Iterator[Entry]:
         """Yield the newest entries, in the order of time: so many bytes of events and of samples of
@@ -200,7 +199,8 @@ class RunFollower:
 
     def read(self, *, without: Collection[str] = (), until: float = math.inf) -> Iterator[Entry]:
         """Yield what is there now, in the order of time, in a third of the time that `poll` takes,
-        which goes on from there. `without` names kinds that are passed over, up to a time."""
+        which goes on from there. `without` names kinds that are passed over, up to a time, which
+        is faster than to leave them out later."""
         chains = []
         for files in _list_chains(self._run.directory):
             tails = [Tail(path, self._run, without, until) for path in files]

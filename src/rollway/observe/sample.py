@@ -118,10 +118,6 @@ class Sampler:
         for (name, role), parts in buckets.items():
             for percentile, value in (find_percentiles(parts) or {}).items():
                 _put(values, f"{name}_{percentile}", make_labels_key(role=role), value)
-        known = {(target.source, target.name) for target in targets}
-        # A worker that is not ready now keeps its totals, one that left the stack does not.
-        if len(self._histories) > 4 * len(known) + 64:
-            self._histories = {name: h for name, h in self._histories.items() if name in known}
         _put(values, "rollway_scrape_seconds", "", time.monotonic() - began)
         self._add_own(values)
         return values

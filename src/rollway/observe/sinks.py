@@ -191,22 +191,20 @@ class Wandb:
 
     name = "wandb"
 
-    def __init__(self, project: str, directory: Path, *, mode: str | None = None) -> None:
-        """`mode` is wandb's: `online`, `offline`; by default online if there is a login."""
+    def __init__(self, project: str, directory: Path) -> None:
         try:
             wandb: Any = importlib.import_module("wandb")
         except ImportError:
             raise UsageError("wandb is not installed.", "`pip install wandb`.") from None
         self._make_histogram: Any = getattr(wandb, "Histogram", None)
         self._owns_run = getattr(wandb, "run", None) is None
-        if mode is None and self._owns_run and not _has_login():
-            mode = "offline"
+        if not self._owns_run:
+            self._run: Any = wandb.run
+            return
+        mode = None if _has_login() else "offline"
+        if mode is not None:
             log.warning("wandb has no login: the run is kept offline in %s", directory)
-        self._run: Any = (
-            wandb.init(project=project, dir=str(directory), mode=mode)
-            if self._owns_run
-            else wandb.run
-        )
+        self._run = wandb.init(project=project, dir=str(directory), mode=mode)
 
     def update(self, values: Values) -> None:
         """Do nothing: points belong to steps."""

@@ -62,12 +62,6 @@ class Source:
         """How many bytes of the record were read, and of how many."""
         return self._follower.bytes_read, self.run.nbytes
 
-    def list_logs(self) -> list[str]:
-        """List the processes that have a log."""
-        if self.log_dir is None or not self.log_dir.is_dir():
-            return []
-        return sorted(path.stem for path in self.log_dir.glob("*.log") if self.find_log(path.stem))
-
     def find_log(self, name: str) -> Path | None:
         """Return the log of a process, never a file outside the log directory."""
         if self.log_dir is None or not is_plain_name(name):
