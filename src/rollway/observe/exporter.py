@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 import rollway
-from rollway.errors import RollwayError, StackNotRunning, UsageError
+from rollway.errors import PortInUse, RollwayError, StackNotRunning, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.model_spec import slug
 from rollway.observe import metrics_endpoint
@@ -118,7 +120,7 @@ class Exporter:
         await self.update()
         await asyncio.to_thread(self._render)  # the first page of a long run takes a while
         try:
-            server = metrics_endpoint.listen(host, port, token, self._render)
+            server = self._listen(host, port, token)
             try:
                 # Prometheus may run elsewhere: for it, an address of all interfaces names nothing.
                 shown = socket.gethostname() if host in WILDCARDS else host
@@ -132,6 +134,15 @@ class Exporter:
             for path in self.paths:
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
+
+    def _listen(self, host: str, port: int, token: str) -> ThreadingHTTPServer:
+        try:
+            return metrics_endpoint.listen(host, port, token, self._render)
+        except OSError as error:
+            raise (PortInUse if error.errno == errno.EADDRINUSE else UsageError)(
+                f"Nothing can listen on port {port} of {host}: {error.strerror or error}.",
+                "Choose another port with --port, 0 for a free one, or an address with --host.",
+            ) from error
 
     def _render(self) -> str:
         return metrics_endpoint.render_page([({}, self._metrics.take())])

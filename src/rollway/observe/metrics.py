@@ -22,6 +22,8 @@ from typing import Literal
 MetricKind = Literal["gauge", "counter", "histogram"]
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 RATE = "_per_second"
+Values = dict[str, dict[str, float]]
+"""Values by the name of a metric, and by the key of their labels."""
 _SIGNS = re.compile(r"[,=]")
 """Signs that divide labels; a model's name may have them."""
 

@@ -26,10 +26,10 @@ from urllib.parse import urlsplit
 
 from rollway.callers import is_loopback_host, is_one_of, read_bearer
 from rollway.observe import steps
-from rollway.observe.metrics import OWN, parse_labels_key
+from rollway.observe.metrics import OWN, Values, parse_labels_key
 from rollway.observe.read import Run, is_alive, list_runs, read_headers
 from rollway.observe.record import Entry
-from rollway.observe.run_state import RunState, Values
+from rollway.observe.run_state import RunState
 from rollway.spec import is_loopback
 
 log = logging.getLogger(__name__)
@@ -48,17 +48,18 @@ class RunMetrics:
     def __init__(self, poll: Callable[[], Sequence[Entry]]) -> None:
         self._poll = poll
         self._state = RunState()
-        self.stack = ""
+
+    @property
+    def stack(self) -> str:
         """Its stack; of a graph the name that the pages of its frontend and workers have, too."""
+        stack = self._state.stack
+        return stack.rpartition("/")[2] if stack.startswith("dgd://") else stack
 
     def take(self) -> Values:
         """Take what is new, and return the present values."""
         while entries := self._poll():
             for entry in entries:
                 self._state.add(entry)
-                if entry["kind"] == "header" and (stack := str(entry.get("stack") or "")):
-                    is_graph = stack.startswith("dgd://")
-                    self.stack = stack.rpartition("/")[2] if is_graph else stack
         return keep_newest_versions(self._state.values)
 
 
@@ -76,10 +77,8 @@ class HomeMetrics:
             run: self._known.get(run) or RunMetrics(Run(run).follower().poll)
             for run in sorted(filter(_is_recorded, runs))
         }
-        pairs = [(run, metrics, metrics.take()) for run, metrics in self._known.items()]
-        return render_page(
-            [({"stack": metrics.stack, "run": run.name}, values) for run, metrics, values in pairs]
-        )
+        pages = [(metrics.take(), metrics.stack, run.name) for run, metrics in self._known.items()]
+        return render_page([({"stack": stack, "run": run}, values) for values, stack, run in pages])
 
 
 def _is_recorded(run: Path) -> bool:
@@ -119,13 +118,13 @@ def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def keep_newest_versions(values: Values, most: int = KEPT_VERSIONS) -> Values:
+def keep_newest_versions(values: Values) -> Values:
     """Return the values without those of old weight versions."""
     kept: Values = {}
     for name, keys in values.items():
         versions = {key: parse_labels_key(key).get("version", "") for key in keys}
         numbers = sorted({int(text) for text in versions.values() if text.isdecimal()})
-        oldest = numbers[-most] if len(numbers) > most else 0
+        oldest = numbers[-KEPT_VERSIONS:][0] if numbers else 0
         kept[name] = {
             key: value
             for key, value in keys.items()

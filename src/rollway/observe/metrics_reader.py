@@ -1,6 +1,6 @@
 """Read Prometheus pages: the families of the table, and what happened between two pages.
 
-    page of a worker ──Families.parse──► Scrape ──History.advance──► rates, totals, buckets
+    page of a worker ──Families.parse──► Scrape ──ProcessMetrics.advance──► rates, totals, buckets
 
 A counter that falls, or whose process was replaced, has begun again at 0. A page may be anything: a
 line that is none is left out.
@@ -119,7 +119,6 @@ def _add_bucket(buckets: Buckets, labels: str, value: float) -> None:
 class Change:
     """What happened at one process since the page before; empty after its first page."""
 
-    seconds: float = 0.0
     rates: dict[str, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     buckets: dict[str, Buckets] = field(default_factory=dict)
@@ -140,8 +139,8 @@ class ProcessMetrics:
         """Take the next page, of a process that is told from others by `process`."""
         is_new = process != self._process
         before = Scrape() if is_new else self._last
-        change = Change(now - self._at if self._at is not None else 0.0)
-        has_rates = change.seconds > 0
+        change = Change()
+        seconds = now - self._at if self._at is not None else 0.0
         for name in counters:
             if name not in scrape.values:
                 continue
@@ -149,9 +148,9 @@ class ProcessMetrics:
             increase = value if value < last else value - last
             self._totals[name] = self._totals.get(name, 0.0) + increase
             change.totals[name] = self._totals[name]
-            if has_rates:
-                change.rates[name] = increase / change.seconds
-        if has_rates:
+            if seconds > 0:
+                change.rates[name] = increase / seconds
+        if seconds > 0:
             for name, buckets in scrape.buckets.items():
                 change.buckets[name] = _subtract(buckets, before.buckets.get(name, {}))
         self._at, self._process, self._last = now, process, scrape

@@ -27,7 +27,7 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -122,7 +122,11 @@ class Run:
             raise UsageError(f"{self.directory} is not a directory.", fix)
         if not any(self.directory.glob("*.jsonl")):
             raise UsageError(f"{self.directory} has no record of a run.", fix)
-        schemas = {header.get("schema") for header in read_headers(self.directory)}
+        self.check_schema()
+
+    def check_schema(self) -> None:
+        """Raise if another Rollway recorded all that is there."""
+        schemas = {header["schema"] for header in read_headers(self.directory)}
         if schemas and SCHEMA not in schemas:
             raise UsageError(
                 f"Another version of Rollway recorded {self.directory}: its schema is "
@@ -130,10 +134,9 @@ class Run:
                 "Read it with the version that recorded it.",
             )
 
-    def read(self, *, without: Collection[str] = (), until: float = math.inf) -> Iterator[Entry]:
-        """Yield all entries that are there now, in the order of time; `without` names kinds that
-        are passed over, up to a time, which is faster than to leave them out later."""
-        return self.follower().read(without=without, until=until)
+    def read(self) -> Iterator[Entry]:
+        """Yield all entries that are there now, in the order of time."""
+        return self.follower().read()
 
     def read_end(self, most_bytes: int = _END_BYTES) -> Iterator[Entry]:
         """Yield the newest entries, in the order of time: so many bytes of events and of samples of
@@ -196,7 +199,8 @@ class RunFollower:
 
     def read(self, *, without: Collection[str] = (), until: float = math.inf) -> Iterator[Entry]:
         """Yield what is there now, in the order of time, in a third of the time that `poll` takes,
-        which goes on from there. `without` names kinds that are passed over, up to a time."""
+        which goes on from there. `without` names kinds that are passed over, up to a time, which
+        is faster than to leave them out later."""
         chains = []
         for files in _list_chains(self._run.directory):
             tails = [Tail(path, self._run, without, until) for path in files]
@@ -435,15 +439,14 @@ def _get_mtime(path: Path) -> float:
     return 0.0
 
 
-def read_headers(run: Path) -> Iterator[Mapping[str, Any]]:
+def read_headers(run: Path) -> Iterator[Entry]:
     """Yield the headers of a run's files, but for those of samples."""
     for path in sorted(run.glob("*.jsonl")):
         if SEGMENT.search(path.name):
             continue
-        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError, RecursionError):
-            with path.open("rb") as file:
-                header = msgspec.json.decode(file.readline(1 << 16))
-            if isinstance(header, dict) and header.get("kind") == "header":
+        with contextlib.suppress(OSError), _open_regular(path) as file:
+            header = decode(file.readline())
+            if isinstance(header, dict) and header["kind"] == "header":
                 yield header
 
 
@@ -461,12 +464,12 @@ def _has_ended(run: Path, stack: str) -> bool:
     return is_own and not any(is_alive(header, run) for header in headers)
 
 
-def is_alive(header: Mapping[str, Any], run: Path) -> bool:
+def is_alive(header: Entry, run: Path) -> bool:
     """Return whether the process that wrote a header still records."""
     if header.get("host") != socket.gethostname():
         return time.time() - get_last_write(run) < _FRESH_SECONDS
     pid, start = header.get("pid"), header.get("start")
-    if not isinstance(pid, int) or not isinstance(start, int) or pid <= 0:
+    if pid is None or start is None:
         return False
     return processes.ProcessId(pid, start).alive
 

@@ -59,8 +59,12 @@ Entry = dict[str, Any]
 # Instance ids are text: they exceed what a double holds, and so do numbers of 2**53.
 
 Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
+Bits = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Number = Annotated[float, msgspec.Meta(gt=-1e30, lt=1e30)]
+"""A page may have nanoseconds since 1970; sums of these are still finite."""
 Time = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
+Version = Annotated[int, msgspec.Meta(gt=-(2**53), lt=2**53)]
 
 
 class Timed(TypedDict):
@@ -68,10 +72,10 @@ class Timed(TypedDict):
 
 
 class RunHeader(Timed):
-    schema: int
+    schema: Count
     process: str
-    pid: NotRequired[int]
-    start: NotRequired[int]
+    pid: NotRequired[Count]
+    start: NotRequired[Count]
     host: NotRequired[str]
     stack: NotRequired[str]
     run: NotRequired[str]
@@ -94,7 +98,7 @@ class RefitStep(Timed):
 class RefittedWorker(TypedDict):
     instance_id: str
     state: str
-    version: NotRequired[int | None]
+    version: NotRequired[Version | None]
     proof: NotRequired[str]
     strategy: NotRequired[str]
     preflight_seconds: NotRequired[Amount]
@@ -129,7 +133,7 @@ class RefitEnd(Timed):
 
 
 class Sample(Timed):
-    values: dict[str, dict[str, float]]
+    values: dict[str, dict[str, Number]]
 
 
 class RolloutCounts(Timed):
@@ -146,13 +150,13 @@ class RolloutCounts(Timed):
     continued: NotRequired[Count]
     not_believed: NotRequired[Count]
     versions: NotRequired[dict[str, Count]]
-    histograms: NotRequired[dict[str, dict[int, int]]]
+    histograms: NotRequired[dict[str, dict[Bits, Count]]]
     """Counts of lengths by their number of bits: `prompt` and `sampled`."""
 
 
 class Mismatch(Timed):
     version: Count | None
-    k1: NotRequired[float | None]
+    k1: NotRequired[Number | None]
     k3: Amount
     max: NotRequired[Amount | None]
     tokens: NotRequired[Count | None]
@@ -185,9 +189,9 @@ class ListedWorker(TypedDict):
     state: str
     node: NotRequired[str]
     role: NotRequired[str]
-    version: NotRequired[int | None]
+    version: NotRequired[Version | None]
     restarts: NotRequired[Count]
-    pid: NotRequired[int | None]
+    pid: NotRequired[Count | None]
     model: NotRequired[str | None]
 
 

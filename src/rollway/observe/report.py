@@ -37,7 +37,7 @@ from rollway.observe.run_state import RunState
 
 DIFFERENCE = 0.1
 """Two runs differ in a figure from here on."""
-Way = Literal["less", "more", ""]
+Better = Literal["less", "more", ""]
 """Which way a figure is better."""
 
 
@@ -46,17 +46,16 @@ def write_report(directories: Sequence[Path], out: Path) -> dict[str, Any]:
     watches = [Watch(open_directory(directory)) for directory in directories]
     for watch in watches:
         watch.load()
-    report = describe_report(watches)
     shown = [
         {
-            **watch.view.get_whole(),
-            "sections": watch.make_model(),
+            **watch.make_page(),
             "hits": watch.view.state.workers.list_hits(),
             "refits": {refit.key: watch.view.get_refit(refit.key)
                        for refit in watch.view.state.timeline.refits},
         }
         for watch in watches
     ]  # fmt: skip
+    report = describe_report(watches, [page["sections"] for page in shown])
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(render_page({**report, "shown": shown}))
@@ -68,12 +67,13 @@ def write_report(directories: Sequence[Path], out: Path) -> dict[str, Any]:
     return report
 
 
-def describe_report(watches: Sequence[Watch]) -> dict[str, Any]:
+def describe_report(
+    watches: Sequence[Watch], models: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return a report for scripts."""
     states = [watch.view.state for watch in watches]
     runs = []
-    for watch, state in zip(watches, states, strict=True):
-        model = watch.make_model()
+    for watch, state, model in zip(watches, states, models, strict=True):
         runs.append(
             {
                 "stack": state.stack,
@@ -118,7 +118,7 @@ class Figure:
     metric: str
     value: float
     text: str
-    better: Way = ""
+    better: Better = ""
 
 
 def list_figures(state: RunState) -> list[Figure]:
@@ -127,7 +127,7 @@ def list_figures(state: RunState) -> list[Figure]:
     totals, prompts = state.list_totals(), state.get("prompt_tokens_total")
     stale = [time.seconds for time in state.workers.stale_times if time.seconds >= STALE_SECONDS]
     histories = state.workers.histories.values()
-    rows: list[tuple[str, str, float | None, Callable[[float], str], Way]] = [
+    rows: list[tuple[str, str, float | None, Callable[[float], str], Better]] = [
         ("refit, median", "refit_seconds", _take_median([r.seconds for r in ended]),
          format_seconds, "less"),
         ("generation paused by a refit, median", "refit_paused_seconds",
@@ -221,7 +221,7 @@ def compare(first: RunState, second: RunState) -> list[dict[str, Any]]:
     return rows
 
 
-def _judge(before: float | None, after: float | None, better: Way) -> str:
+def _judge(before: float | None, after: float | None, better: Better) -> str:
     if before is None or after is None:
         return "other"
     if abs(after - before) <= DIFFERENCE * max(abs(before), abs(after)):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollway.observe.metrics import PERCENTILES, make_labels_key
+from rollway.observe.metrics import PERCENTILES, Values, make_labels_key
 from rollway.observe.record import Entry
 from rollway.observe.refits import Timeline
 from rollway.observe.workers import KV, LOAD, WAITING, Workers
@@ -49,9 +49,6 @@ _PERCENTILES = {
     "lengths": "rollout_tokens",
 }
 
-Values = dict[str, dict[str, float]]
-"""Values by the name of a metric, and by the key of their labels."""
-
 
 @dataclass(slots=True)
 class Plot:
@@ -78,10 +75,8 @@ class Plot:
             self.times[:half] = self.times[:half:2]
             self.values[:half] = self.values[:half:2]
 
-    def as_json(self, since: float = -math.inf) -> dict[str, list[float]]:
-        """Return the points after a time."""
-        first = bisect.bisect_right(self.times, since)
-        return {"t": self.times[first:], "v": self.values[first:]}
+    def as_json(self) -> dict[str, list[float]]:
+        return {"t": self.times[:], "v": self.values[:]}
 
 
 @dataclass(frozen=True, slots=True)

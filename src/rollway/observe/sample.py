@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rollway.errors import RollwayError
 from rollway.http import Http
-from rollway.observe.metrics import RATE, make_labels_key
+from rollway.observe.metrics import RATE, Values, make_labels_key
 from rollway.observe.metrics_reader import Buckets, Families, ProcessMetrics, find_percentiles
 from rollway.observe.record import Recorder
 
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 LARGEST_PAGE = 8 << 20
 SHORTEST_TIMEOUT = 1.0
-Values = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +118,6 @@ class Sampler:
         for (name, role), parts in buckets.items():
             for percentile, value in (find_percentiles(parts) or {}).items():
                 _put(values, f"{name}_{percentile}", make_labels_key(role=role), value)
-        known = {(target.source, target.name) for target in targets}
-        # A worker that is not ready now keeps its totals, one that left the stack does not.
-        if len(self._histories) > 4 * len(known) + 64:
-            self._histories = {name: h for name, h in self._histories.items() if name in known}
         _put(values, "rollway_scrape_seconds", "", time.monotonic() - began)
         self._add_own(values)
         return values

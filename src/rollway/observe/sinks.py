@@ -26,6 +26,7 @@ from rollway.observe.metrics import (
     LENGTHS,
     TRAINER_NAMES,
     TRAINER_PREFIX,
+    Values,
     find_metric,
     make_labels_key,
     parse_labels_key,
@@ -33,7 +34,7 @@ from rollway.observe.metrics import (
 from rollway.observe.metrics_endpoint import render_page
 from rollway.observe.read import Run
 from rollway.observe.record import Entry, Recorder
-from rollway.observe.run_state import RunState, Values
+from rollway.observe.run_state import RunState
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,9 @@ class Feed:
     ) -> None:
         """`recorder` gets an event when a sink fails; `trainer_names` adds the names that users
         of trainers know, `generation_metrics/…`."""
-        self._follower = Run(directory).follower()
+        run = Run(directory)
+        run.check_schema()
+        self._follower = run.follower()
         self._sinks = list(sinks)
         self._recorder = recorder
         self._state = RunState()
@@ -188,22 +191,20 @@ class Wandb:
 
     name = "wandb"
 
-    def __init__(self, project: str, directory: Path, *, mode: str | None = None) -> None:
-        """`mode` is wandb's: `online`, `offline`; by default online if there is a login."""
+    def __init__(self, project: str, directory: Path) -> None:
         try:
             wandb: Any = importlib.import_module("wandb")
         except ImportError:
             raise UsageError("wandb is not installed.", "`pip install wandb`.") from None
         self._make_histogram: Any = getattr(wandb, "Histogram", None)
         self._owns_run = getattr(wandb, "run", None) is None
-        if mode is None and self._owns_run and not _has_login():
-            mode = "offline"
+        if not self._owns_run:
+            self._run: Any = wandb.run
+            return
+        mode = None if _has_login() else "offline"
+        if mode is not None:
             log.warning("wandb has no login: the run is kept offline in %s", directory)
-        self._run: Any = (
-            wandb.init(project=project, dir=str(directory), mode=mode)
-            if self._owns_run
-            else wandb.run
-        )
+        self._run = wandb.init(project=project, dir=str(directory), mode=mode)
 
     def update(self, values: Values) -> None:
         """Do nothing: points belong to steps."""

@@ -185,17 +185,23 @@ class Tracer:
         otel.set_status(self._trace.StatusCode.ERROR, text)
 
     def flush(self) -> None:
-        """Send what is queued, and wait for that, but not long for a receiver that is gone."""
+        """Send what is queued, and wait for that, but not long for a receiver that is gone. While
+        it does not answer, a second call waits for no longer than the first: a stack ends, and
+        then its process."""
         if self._otel is not None:
+            if self._flushed.is_set():
+                self._give_up_at = time.monotonic() + FLUSH_SECONDS
             self._flushed.clear()
             self._flush_asked.set()
-            self._flushed.wait(FLUSH_SECONDS)
+            self._flushed.wait(max(0.0, self._give_up_at - time.monotonic()))
 
     def _forget(self) -> None:
         """Begin with nothing open: at first, and in a child after a fork."""
         self._otel: Any = None
         self._opening = threading.Lock()
         self._flush_asked, self._flushed = threading.Event(), threading.Event()
+        self._flushed.set()
+        self._give_up_at = 0.0
 
     def _open(self) -> Any:
         """Open the connection with the first span: a process may fork before that."""
@@ -226,7 +232,8 @@ class Tracer:
         while self._flush_asked.wait():
             self._flush_asked.clear()
             provider.force_flush()
-            self._flushed.set()
+            if not self._flush_asked.is_set():
+                self._flushed.set()
 
 
 def open_tracer() -> Tracer | None:

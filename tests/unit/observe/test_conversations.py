@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,16 @@ async def test_a_session_is_read_token_by_token_with_its_versions(tmp_path: Path
     assert await store.delete("episode")
     assert reader.list_sessions()["sessions"] == [] and reader.read_session("episode") is None
     store.close()
+
+
+async def test_a_damaged_turn_does_not_hide_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.sqlite"
+    (await write(path, make_turn("a", 1), make_turn("a", 2))).close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE turns SET crc = crc + 1 WHERE number = (SELECT min(number) FROM turns)")
+    shown = Conversations(path).read_session("a")
+    assert shown is not None and [turn["version"] for turn in shown["turns"]] == [2]
+    assert shown["left_out"] == 1
 
 
 async def test_only_the_newest_sessions_are_listed(

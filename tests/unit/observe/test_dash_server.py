@@ -21,14 +21,15 @@ import pytest
 
 from rollway.errors import PortInUse, UsageError
 from rollway.observe import workers
-from rollway.observe.dash import verdicts
+from rollway.observe.dash import open_run, verdicts
 from rollway.observe.dash import view as source_module
 from rollway.observe.dash.browsers import POLICY, DashAccess
-from rollway.observe.dash.open_run import open_directory
+from rollway.observe.dash.open_run import open_directory, open_stack
 from rollway.observe.dash.server import STATIC, Dashboard, serve
 from rollway.observe.dash.view import Source, View
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
+from rollway.stack.state import StackState
 from tests.observe.make_run import MadeRun, Writer, write_run
 from tests.waiting import wait_until_async
 
@@ -226,7 +227,7 @@ async def test_many_workers_cost_little(tmp_path: Path) -> None:
 # --- who is admitted ------------------------------------------------------------------------------
 
 
-PATHS = ["", "api/model", "api/refit", "api/logs", "api/log?name=x", "static/main.js", "nothing"]
+PATHS = ["", "api/model", "api/refit", "api/log?name=x", "static/main.js", "nothing"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -298,7 +299,6 @@ async def test_only_logs_of_the_directory_are_shown(run_dir: Path, tmp_path: Pat
     (source.log_dir / "link.log").symlink_to(tmp_path / "secret.log")
     (source.log_dir / "tiny-0.log").write_text("one\n<b>two</b>\n")
     async with open_dash(source) as client:
-        assert await client.get_json("api/logs") == {"logs": ["tiny-0"]}
         for name in ("link", "../secret", "..%2Fsecret", "%2Fetc%2Fpasswd", "", "tiny-0%00"):
             assert (await client.get(f"api/log?name={name}"))[0] == 404
         async with client.stream("api/log?name=tiny-0") as messages:
@@ -310,7 +310,6 @@ async def test_only_logs_of_the_directory_are_shown(run_dir: Path, tmp_path: Pat
 
 async def test_without_a_log_directory_there_are_none(run_dir: Path) -> None:
     async with open_dash(run_dir) as client:
-        assert await client.get_json("api/logs") == {"logs": []}
         assert (await client.get("api/log?name=tiny-0"))[0] == 404
 
 
@@ -373,3 +372,15 @@ def test_every_figure_of_the_page_is_a_metric() -> None:
     behind = set(re.findall(r'"((?:rollway_|vllm:)\w+)"', source))
     assert len(behind) > 8
     assert behind <= names
+
+
+def test_a_stack_that_another_rollway_records_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = StackState("old", "0" * 16, 1, 1, "/run", "/logs", record_dir=str(tmp_path))
+    monkeypatch.setattr(open_run, "find_state", lambda _: state)
+    assert open_stack("old").poll() == []  # it has just started
+    header = {"kind": "header", "schema": 1, "t": T, "process": "supervisor"}
+    (tmp_path / "supervisor-1-a.jsonl").write_text(json.dumps(header) + "\n")
+    with pytest.raises(UsageError, match="its schema is 1"):
+        open_stack("old")

@@ -16,10 +16,10 @@ from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.observe.doctor import machine
 from rollway.observe.doctor.machine import (
-    Way,
+    UcxChoice,
     check_rdma,
     count_files,
-    find_ways,
+    find_ucx_choices,
     measure_offset,
     read_last_samples,
     read_limit,
@@ -89,7 +89,7 @@ def test_the_transports_of_a_peer_are_read_from_ucxs_own_lines() -> None:
         LINE.format("intra", "rma_am(tcp/lo)  amo_am(tcp/lo)  am(tcp/lo)  ka(tcp/lo)"),
         LINE.format("inter", "am(tcp/eth0)"),
     ]
-    ways = find_ways(["other", *lines])
+    ways = find_ucx_choices(["other", *lines])
     assert [way.transports for way in ways] == [
         ("tcp/lo", "cma/memory"),
         ("tcp/lo",),
@@ -99,7 +99,7 @@ def test_the_transports_of_a_peer_are_read_from_ucxs_own_lines() -> None:
 
 
 def test_nothing_is_said_about_lines_that_ucx_did_not_write() -> None:
-    assert find_ways(["INFO rma(tcp/lo)", "", "UCX INFO rma("]) == []
+    assert find_ucx_choices(["INFO rma(tcp/lo)", "", "UCX INFO rma("]) == []
 
 
 # --- RDMA: no machine of the tests has a device, so these trees stand in for /sys and /dev --------
@@ -157,9 +157,11 @@ async def test_what_keeps_workers_from_rdma_is_found_one_line_each(
 
 def test_tcp_between_machines_is_slow_only_where_rdma_is_up(fake_rdma: Path) -> None:
     """As UCX logs its choice: TCP, or the device beside a TCP lane to keep it alive."""
-    (tcp,) = find_ways(["[1] UCX  INFO  ucp inter-node cfg#2 rma_am(tcp/eth0)  ka(tcp/eth0)"])
-    (rdma,) = find_ways(["[1] UCX  INFO  ucp inter-node cfg#2 rma(rc_mlx5/mlx5_0:2) ka(tcp/eth0)"])
-    assert tcp == Way("inter", ("tcp/eth0",)) and rdma == Way("inter", ("rc_mlx5/mlx5_0:2",))
+    begin = "[1] UCX  INFO  ucp inter-node cfg#2"
+    (tcp,) = find_ucx_choices([f"{begin} rma_am(tcp/eth0)  ka(tcp/eth0)"])
+    (rdma,) = find_ucx_choices([f"{begin} rma(rc_mlx5/mlx5_0:2) ka(tcp/eth0)"])
+    assert tcp == UcxChoice("inter", ("tcp/eth0",))
+    assert rdma == UcxChoice("inter", ("rc_mlx5/mlx5_0:2",))
     assert tcp.is_slow and not rdma.is_slow
     (fake_rdma / "2/state").write_text("1: DOWN\n")
     assert not tcp.is_slow

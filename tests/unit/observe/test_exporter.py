@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollway.errors import RequestFailed
+from rollway.errors import PortInUse, RequestFailed
 from rollway.http import Http
 from rollway.observe.dash.view import Source
 from rollway.observe.exporter import Exporter, make_config, write_token
-from rollway.observe.metrics_endpoint import keep_newest_versions
+from rollway.observe.metrics_endpoint import KEPT_VERSIONS, keep_newest_versions
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
 from rollway.stack.state import ProcessState, StackState
@@ -52,6 +53,15 @@ async def test_the_page_is_announced_while_it_is_served(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "targets" / "s.json").read_text()) == []
         with pytest.raises(RequestFailed, match="403"):
             await http.get_text(url, timeout=5, headers={"Host": "evil.example"})
+    assert not list(tmp_path.rglob("*.json"))
+
+
+async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"port {port} of 127.0.0.1"):
+            async with make_exporter(tmp_path).serve("127.0.0.1", port, ""):
+                pass
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -127,8 +137,9 @@ def test_the_page_has_the_newest_versions_only() -> None:
         "rollway_mismatch_k3": {"version=None": 0.5, "version=9": 0.1, "version=10": 0.2},
         "rollway_step": {"": 3.0},
     }
-    kept = keep_newest_versions(values, most=2)
-    assert kept["rollway_version_tokens_total"] == {"version=98": 1.0, "version=99": 1.0}
+    kept = keep_newest_versions(values)
+    newest = range(100 - KEPT_VERSIONS, 100)
+    assert kept["rollway_version_tokens_total"] == {f"version={n}": 1.0 for n in newest}
     assert kept["rollway_mismatch_k3"] == values["rollway_mismatch_k3"]
     assert kept["rollway_step"] == {"": 3.0}
 

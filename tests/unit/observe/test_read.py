@@ -93,6 +93,15 @@ def test_a_file_of_another_schema_is_left_out_and_counted(tmp_path: Path) -> Non
     assert run.problems == {"unknown kind": 1, "files of schema 1": 1}
 
 
+def test_a_header_is_checked_as_every_line_is(tmp_path: Path) -> None:
+    for number, schema in enumerate([[1], "\x1b[31m", 10**400]):
+        line = json.dumps(HEADER).replace(f'"schema": {SCHEMA}', f'"schema": {json.dumps(schema)}')
+        (tmp_path / f"driver-{number}-a.jsonl").write_text(line + "\n")
+    run = Run(tmp_path)
+    run.check()  # none of them names a schema
+    assert list(run.read()) == [] and run.problems == {"damaged": 3}
+
+
 def test_text_has_no_sign_that_a_terminal_or_a_page_obeys(tmp_path: Path) -> None:
     text = "\x1b[2Jred\u202egnp\x9b\x7f"
     write(tmp_path / "driver-1-a.jsonl", HEADER, {**event(2, text), "worker": text})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from rollway.errors import UsageError
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
@@ -117,3 +119,10 @@ def test_a_sink_that_fails_is_named_once_and_the_others_go_on(tmp_path: Path) ->
     (failure,) = [e for e in events if e["event"] == "sink failed"]
     assert failure["detail"] == "a broken tool gets no more metrics: RuntimeError: no room"
     assert not page.exists()
+
+
+def test_a_feed_refuses_the_record_of_another_rollway(tmp_path: Path) -> None:
+    header = {"kind": "header", "schema": 1, "t": 1.0, "process": "driver"}
+    (tmp_path / "driver-1-a.jsonl").write_text(json.dumps(header) + "\n")
+    with pytest.raises(UsageError, match="its schema is 1"):
+        Feed(tmp_path, [])

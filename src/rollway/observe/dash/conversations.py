@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rollway.gateway.store import decode
+import msgspec
+
+from rollway.gateway.store import StoreDamaged, decode
 from rollway.gateway.tokens import has_scope
 from rollway.gateway.turns import Turn
 from rollway.observe.read import clean_text
@@ -64,7 +66,10 @@ class Conversations:
         for raw, crc in self._query(_READ, match[-1], _MOST_TURNS):
             if tokens >= _MOST_TOKENS:
                 break
-            turn = decode(raw, crc, self.path)
+            try:
+                turn = decode(raw, crc, self.path)
+            except (StoreDamaged, msgspec.MsgspecError):
+                continue
             turns.append(_describe(turn, _MOST_TOKENS - tokens))
             tokens += len(turn.token_ids)
         return {"name": name, "turns": turns, "left_out": match[1] - len(turns)}

@@ -76,7 +76,9 @@ def open_stack(name: str) -> Source:
             f"The record of `{name}` is not on this machine: there is no {directory}.",
             "Run this on the machine of its head, or with the same ROLLWAY_HOME.",
         )
-    source = Source(name, Run(directory))
+    run = Run(directory)
+    run.check_schema()
+    source = Source(name, run)
     source.log_dir = Path(state.log_dir)
     source.journal = home() / "gateway" / f"{state.name}.sqlite"  # where `rollway gateway` puts it
     if state.ray_namespace:

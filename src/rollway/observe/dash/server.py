@@ -8,9 +8,9 @@
     GET /api/hits          prefix hits of every worker over time (with `at`, too)
     GET /api/sessions, /api/session?name=N    conversations of a gateway; one, token by token
     GET /api/stream        server-sent events: first everything, then what changed
-    GET /api/logs, /api/log?name=N    names of logs; one log, followed
+    GET /api/log?name=N    the log of one process, followed
 
-It only reads, and only the run and log directories and the gateway's journal. See `access` for who
+It only reads, and only the run and log directories and the gateway's store. See `browsers` for who
 is admitted.
 """
 
@@ -77,7 +77,6 @@ class Dashboard:
         app.router.add_get("/api/sessions", self._send_sessions)
         app.router.add_get("/api/session", self._send_session)
         app.router.add_get("/api/stream", self._stream)
-        app.router.add_get("/api/logs", self._send_logs)
         app.router.add_get("/api/log", self._stream_log)
         app.cleanup_ctx.append(self._follow)
         app.on_shutdown.append(self._close)
@@ -139,11 +138,11 @@ class Dashboard:
 
     async def _send_model(self, request: web.Request) -> web.Response:
         view, at = await self._get_view(request)
-        model = self.watch.make_model(view)
+        page = self.watch.make_page(view)
         if at is not None:
             state = self.view.state
-            model["run"] |= {"at": at, "first": state.first, "last": state.now}
-        return _make_json({**view.get_whole(), "sections": model})
+            page["sections"]["run"] |= {"at": at, "first": state.first, "last": state.now}
+        return _make_json(page)
 
     async def _send_refit(self, request: web.Request) -> web.Response:
         view, _ = await self._get_view(request)
@@ -190,9 +189,6 @@ class Dashboard:
                     )
                 self._past = (at, await asyncio.to_thread(self._history.view_at, at))
             return self._past[1], at
-
-    async def _send_logs(self, _: web.Request) -> web.Response:
-        return _make_json({"logs": await asyncio.to_thread(self.source.list_logs)})
 
     # --- streams ---------------------------------------------------------------------------------
 
@@ -344,18 +340,12 @@ async def serve(
 ) -> AsyncIterator[str]:
     """Listen, and yield the address to open, with the token if there is one."""
     access.check_host(host)
-    async with listen(dashboard.app(), host, port) as bound:
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{bound}/" + (f"?token={access.token}" if access.token else "")
-
-
-@asynccontextmanager
-async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
-    """Serve an application, and yield its port."""
-    connections = Connections()
+    app, connections = dashboard.app(), Connections()
     app.middlewares.insert(0, connections.follow)
     listener = await connections.listen(app, host, port)
     try:
-        yield listener.port
+        shown = f"[{host}]" if ":" in host else host
+        query = f"?token={access.token}" if access.token else ""
+        yield f"http://{shown}:{listener.port}/{query}"
     finally:
         await listener.close()

@@ -40,7 +40,7 @@ class Source:
     get_phase: Callable[[], Phase] = lambda: "recorded"
     log_dir: Path | None = None
     journal: Path | None = None
-    """The journal of the stack's gateway, whether there is one or not."""
+    """The store of the stack's gateway, whether there is one or not."""
     settle_seconds: float = 0.0
     """How long a record that has just begun takes until it tells the present."""
 
@@ -61,12 +61,6 @@ class Source:
     def progress(self) -> tuple[int, int]:
         """How many bytes of the record were read, and of how many."""
         return self._follower.bytes_read, self.run.nbytes
-
-    def list_logs(self) -> list[str]:
-        """List the processes that have a log."""
-        if self.log_dir is None or not self.log_dir.is_dir():
-            return []
-        return sorted(path.stem for path in self.log_dir.glob("*.log") if self.find_log(path.stem))
 
     def find_log(self, name: str) -> Path | None:
         """Return the log of a process, never a file outside the log directory."""
@@ -112,24 +106,14 @@ class View:
         """Return the events after one, oldest first."""
         return [event for event in self.state.events if event["id"] > after]
 
-    def get_series(self, since: float = float("-inf")) -> dict[str, dict[str, list[float]]]:
-        """Return the points of every plot after a time."""
-        points = {name: plot.as_json(since) for name, plot in self.state.plots.items()}
-        return {name: point for name, point in points.items() if point["t"]}
+    def get_series(self) -> dict[str, dict[str, list[float]]]:
+        """Return the points of every plot that has one."""
+        return {name: plot.as_json() for name, plot in self.state.plots.items() if plot.times}
 
     def get_refit(self, key: str) -> dict[str, Any] | None:
         """Return a refit with its bars; the newest without a key."""
         refit, state = self.state.timeline.get(key), self.state
         return None if refit is None else refit.as_json(state.now, state.workers.names)
-
-    def get_whole(self) -> dict[str, Any]:
-        """Return all that is shown at first."""
-        return {
-            "sections": self.get_sections(),
-            "series": self.get_series(),
-            "events": self.get_events(),
-            "refit": self.get_refit(""),
-        }
 
     def _make_rollouts(self) -> dict[str, Any]:
         state = self.state
@@ -258,6 +242,16 @@ class Watch:
             "has_logs": self.source.log_dir is not None,
         }
         return sections
+
+    def make_page(self, view: View | None = None) -> dict[str, Any]:
+        """Return all that a page shows at first; of another view, as it was."""
+        shown = view or self.view
+        return {
+            "sections": self.make_model(view),
+            "series": shown.get_series(),
+            "events": shown.get_events(),
+            "refit": shown.get_refit(""),
+        }
 
 
 class PastEntries:

@@ -185,20 +185,20 @@ async def check_transfer(subject: Subject, pool: ModelWorkers) -> Findings:
     decoders = [worker for worker in pool.serving if worker.role == "decode"]
     if not decoders:
         return
-    ways = [way for w in decoders for way in find_ways(_read_log(subject, w))[-1:]]
+    choices = [c for w in decoders for c in find_ucx_choices(_read_log(subject, w))[-1:]]
     names = ("vllm:nixl_xfer_time_seconds_sum", "vllm:nixl_bytes_transferred_sum")
     pages = [await subject.read_metrics(worker.admin_url, *names) for worker in decoders]
     seconds, size = (sum(page[name] for page in pages) for name in names)
     speed = f", {size / seconds / 1e6:,.0f} MB/s of {size / 1e6:,.1f} MB" if seconds else ""
-    if not ways:
+    if not choices:
         advice = "Set `UCX_LOG_LEVEL: info` in the workers' env, and restart them."
         yield "note", f"{pool.model}: the logs do not say what UCX chose{speed}", advice
         return
-    slow = [way for way in ways if way.is_slow]
-    way = (slow or ways)[-1]
-    text = f"{pool.model}: {' '.join(way.transports)} ({way.place}-node){speed}"
+    slow = [choice for choice in choices if choice.is_slow]
+    choice = (slow or choices)[-1]
+    text = f"{pool.model}: {' '.join(choice.transports)} ({choice.place}-node){speed}"
     if slow:
-        better = "Shared memory" if way.place == "intra" else "RDMA"
+        better = "Shared memory" if choice.place == "intra" else "RDMA"
         advice = f"{better} is faster: check UCX_TLS and UCX_NET_DEVICES of the workers."
         yield "warning", text, advice
     else:
@@ -206,7 +206,7 @@ async def check_transfer(subject: Subject, pool: ModelWorkers) -> Findings:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class UcxChoice:
     """What UCX chose for one peer."""
 
     place: str
@@ -220,15 +220,15 @@ class Way:
         return is_tcp and (self.place == "intra" or bool(list_ports()[0]))
 
 
-def find_ways(lines: Iterable[str]) -> list[Way]:
+def find_ucx_choices(lines: Iterable[str]) -> list[UcxChoice]:
     """Return what UCX says in a log that it uses to reach other processes."""
-    ways = []
+    choices = []
     for line in lines:
         if match := _CHOICE.search(line):
             lanes = [names for use, names in _LANE.findall(match[2]) if use != _KEEP_ALIVE]
             names = dict.fromkeys(name for lane in lanes for name in lane.split())
-            ways.append(Way(match[1], tuple(names)))
-    return ways
+            choices.append(UcxChoice(match[1], tuple(names)))
+    return choices
 
 
 def _read_log(subject: Subject, worker: Worker) -> list[str]:

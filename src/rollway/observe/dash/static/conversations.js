@@ -37,7 +37,7 @@ async function loadSessions() {
   let note = leftOut ? `and ${plural(leftOut, "older session")}` : "";
   if (!sessions.length) note = "The gateway of this stack has recorded no session.";
   if (hasHidden) note = "Sessions of a gateway with tokens are shown by rollway dash --token.";
-  if (!isKnown) note = "This run does not name a gateway's journal: give it with rollway dash --journal FILE.";
+  if (!isKnown) note = "This run does not name a gateway's store: give it with rollway dash --journal FILE.";
   setText($("session-note"), note);
   $("session-list").replaceChildren(...sessions.map(makeOption));
   const session = sessions.find((each) => each.name === chosen);
