@@ -46,7 +46,7 @@ class RollwayError(Exception):
     """
 
     exit_code = 1
-    told: ClassVar[tuple[str, ...]] = ()
+    json_fields: ClassVar[tuple[str, ...]] = ()
     """The further attributes of a class that its JSON has."""
 
     def __init__(self, message: str, hint: str = "", **attributes: Any) -> None:
@@ -59,8 +59,8 @@ class RollwayError(Exception):
         return f"{self.message} {self.hint}".strip()
 
     def as_json(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in self.told}
-        return {"error": type(self).__name__, "message": self.message, "hint": self.hint, **told}
+        more = {name: getattr(self, name) for name in self.json_fields}
+        return {"error": type(self).__name__, "message": self.message, "hint": self.hint, **more}
 
 
 class UsageError(RollwayError):
@@ -77,7 +77,7 @@ class PlacementError(SpecError):
     """The replicas of a stack do not fit on a cluster; `tried` has one line per attempt."""
 
     tried: Sequence[str] = ()
-    told = ("tried",)
+    json_fields = ("tried",)
 
     def __str__(self) -> str:
         return "\n  ".join([super().__str__(), *self.tried])
@@ -87,7 +87,7 @@ class StartError(RollwayError):
     """A stack did not start; the processes that had started were stopped."""
 
     log_tail: str = ""
-    told = ("log_tail",)
+    json_fields = ("log_tail",)
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, (super().__str__(), self.log_tail)))
@@ -157,7 +157,7 @@ class Forbidden(ClusterError):
     """A permission is missing; `rule` is the RBAC rule that grants it."""
 
     rule: Mapping[str, Any]
-    told = ("rule",)
+    json_fields = ("rule",)
 
 
 class Conflict(ClusterError):
@@ -197,7 +197,7 @@ class NotReady(ClusterError):
     pod: str = ""
     event: str = ""
     log: Sequence[str] = ()
-    told = ("graph", "gate", "pod", "event", "log")
+    json_fields = ("graph", "gate", "pod", "event", "log")
 
     def __str__(self) -> str:
         return "\n  ".join([super().__str__(), *self.log])

@@ -34,7 +34,7 @@ def dash(options: argparse.Namespace) -> int:
     if access.token and not is_loopback(options.host):
         print_progress(f"What the page shows crosses the network of {options.host} in the clear.")
     if options.journal is not None and not options.journal.is_file():
-        raise UsageError(f"{options.journal} is not a file.", "Give the journal of a gateway.")
+        raise UsageError(f"{options.journal} is not a file.", "Give the store of a gateway.")
     with open_run.open_source(options.name, options.run) as source:
         source.journal = options.journal or source.journal
         asyncio.run(_serve(source, access, options))
