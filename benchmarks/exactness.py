@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks import Say, round_floats
 from benchmarks.gpu_load import PROMPT_TOKENS, make_prompts
 from benchmarks.real_model import (
+    SHAPES,
     Reference,
     Weights,
     cache_model,
@@ -159,7 +160,7 @@ class ExactnessBench:
                 f"vLLM's batch-invariant mode cannot run here: {reason}.",
                 "Leave --batch-invariant, or run this on a GPU of compute capability 8.0 or more.",
             )
-        self.weights = draw_weights(options.model, self.device)
+        self.weights = draw_weights(SHAPES[options.model], self.device)
         cache = preset.cache_dir() / f"bench-{options.model}"
         path = cache_model(cache, options.model, self.weights)
         spec = describe_exact_stack(options, str(path), on_gpu=self.device.type == "cuda")

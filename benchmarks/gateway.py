@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -24,12 +23,11 @@ import aiohttp
 
 from benchmarks import Say
 from benchmarks.cheap_frontend import MODEL
-from chaos import make_environment
+from benchmarks.children import start_child
 from chaos.clients import Manner, Vanished, call
 from chaos.gateway_process import GatewayProcess, size_of, size_of_store
-from rollway import processes
 from rollway.api import up
-from rollway.errors import RollwayError, StartError
+from rollway.errors import RollwayError
 from rollway.rollout.sequence import TokenSequence
 from rollway.spec import StackSpec
 from rollway.stack.state import StackDir
@@ -135,22 +133,9 @@ async def _start_upstream(
             assert state is not None
             yield [stack.name], [Path(state.log_dir)]
         return
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.cheap_frontend",
-        env=make_environment(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        preexec_fn=processes.die_with_parent,
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        url = (await process.stdout.readline()).decode().strip()
-        if not url:
-            raise StartError(
-                "The stand-in for a frontend did not start.", "Its error is on stderr."
-            )
+    async with start_child("benchmarks.cheap_frontend") as (_, ready):
+        url = ready["url"]
         yield [url, "--rl-url", url, "--model", MODEL, "--tokenizer", tokenizer], []
-    finally:
-        process.stdin.close()
-        await process.wait()
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -41,11 +41,14 @@ from benchmarks.gpu_load import Load, MemoryWatch, make_prompts, measure_limits,
 from benchmarks.gpu_options import PARTS, UNDER_LOAD, Options, describe_stack
 from benchmarks.offline import measure_by_turns, measure_offline
 from benchmarks.real_model import (
+    SHAPES,
+    Reference,
     Weights,
     cache_model,
     change_all,
     change_some,
     draw_weights,
+    update_by_stock,
     write_model,
 )
 from rollway.aio import Stack, up
@@ -55,10 +58,6 @@ from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.spec import StackSpec
 from rollway.stack.preset import cache_dir
-from rollway.versions import taint_of
-
-if TYPE_CHECKING:
-    from benchmarks.real_model import Reference
 
 Change = Callable[[Weights, int], None]
 _CHECKED = 8
@@ -119,7 +118,7 @@ class GpuEngineBench:
         """Make the model, in the cache and as the trainer's own weights, and the spec."""
         options = self.options
         self.say(f"drawing the weights of the {options.model} model on {self.device}")
-        self.weights = draw_weights(options.model, self.device)
+        self.weights = draw_weights(SHAPES[options.model], self.device)
         path = cache_model(cache / f"bench-{options.model}", options.model, self.weights)
         self.say(f"the checkpoint is in {path} ({time.perf_counter() - self.began:.1f} s)")
         self.spec = describe_stack(options, path, on_gpu=self.device.type == "cuda")
@@ -308,33 +307,24 @@ class GpuEngineBench:
     def get_reference(self) -> Reference:
         """Return the trainer's model, which uses the memory of its weights."""
         if self.reference is None:
-            from benchmarks.real_model import Reference
-
             path = Path(self.spec.models[0].path)
             self.reference = Reference(path, self.weights, self.device)
         return self.reference
 
     async def _measure_stock(self) -> dict[str, Any]:
         """Update the worker as Dynamo's guide describes."""
-        (worker,) = await self.stack.fleet.workers()
-        admin, rows = self.stack.fleet.admin, []
+        rows = []
         for _ in range(self.options.repeat):
             self.version += 1
             change_all(self.weights, self.version)
             synchronize(self.device)
             directory = self.scratch / f"stock-{self.version}"
             began = time.perf_counter()
-            write_model(directory, self.options.model, self.weights)
-            saved = time.perf_counter()
+            write_model(directory, SHAPES[self.options.model], self.weights)
+            saved = time.perf_counter() - began
             with MemoryWatch(self.device) as memory:
-                await admin.pause(worker)
-                await admin.update_from_disk(worker, directory, self.version)
-                await admin.resume(worker)
-                ended = time.perf_counter()
-            # Without the taint of its version, the worker gets no requests.
-            await admin.set_taints(worker, [taint_of(self.version)])
-            await self.stack.fleet.read_versions()
-            row: dict[str, Any] = {"save_seconds": saved - began, "paused_seconds": ended - saved}
+                paused = await update_by_stock(self.stack, directory, self.version)
+            row: dict[str, Any] = {"save_seconds": saved, "paused_seconds": paused}
             row |= {"memory": memory.figures, "check": await self.check_fresh("stock")}
             shutil.rmtree(directory)  # with 8b, four of them fill a small disk
             rows.append(row)

@@ -10,19 +10,18 @@ a machine that slows down affects both.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks import Say, round_floats
+from benchmarks.children import start_child
 from rollway.aio import up
 from rollway.api import make_spec
 from rollway.errors import RollwayError, UsageError
@@ -73,31 +72,14 @@ async def _measure_clients(
     served = {"path": str(model), "name": MODEL, "replicas": 2, "args": args}
     say("starting two vLLM workers")
     spec = make_spec({"name": "bench-prime-rl", "models": [served]})
-    async with up(spec) as stack, _serve(stack.name, scratch) as server:
-        urls = {"rollway": f"{server}/v1", "dynamo": f"{stack.frontend_url}/v1"}
+    os.environ.setdefault(API_KEY, secrets.token_hex(16))  # for the server and its clients
+    serve = ["rollway.cli", "prime-rl", "serve", spec.name, "--json", "--port", "0"]
+    serve += ["--output-dir", str(scratch), "--journal", str(scratch / "gateway.sqlite")]
+    async with up(spec) as stack, start_child(*serve) as (_, ready):
+        urls = {"rollway": ready["url"], "dynamo": f"{stack.frontend_url}/v1"}
         fields = {"tokenizer": str(model), "model": MODEL, "urls": urls, **EPISODE}
         fields["runs"] = list_runs(loads)
         return await asyncio.to_thread(_measure_throughput, python, scratch, fields, say, loads)
-
-
-@contextlib.asynccontextmanager
-async def _serve(stack: str, output_dir: Path) -> AsyncIterator[str]:
-    """Run `rollway prime-rl serve` in a process of its own; yield its address."""
-    command = [sys.executable, "-m", "rollway.cli", "prime-rl", "serve", stack, "--json"]
-    command += ["--port", "0", "--output-dir", str(output_dir)]
-    command += ["--journal", str(output_dir / f"{stack}.sqlite")]
-    os.environ.setdefault(API_KEY, secrets.token_hex(16))  # for the server and its clients
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        if not line:
-            raise RollwayError("The server did not start.")
-        yield str(json.loads(line)["url"]).removesuffix("/v1")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
 
 
 def _measure_throughput(

@@ -28,27 +28,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks import Say, round_floats
+from benchmarks.real_model import (
+    CHANGED,
+    SHAPES,
+    Weights,
+    change_all,
+    draw_weights,
+    update_by_stock,
+    write_model,
+)
 from rollway.aio import Stack, up
 from rollway.api import make_spec
 from rollway.errors import RolloutError
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir
-from rollway.versions import taint_of
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.offer import Offer
 from rollway.weights.transports.collective import CollectivePublisher
 from rollway.weights.transports.delta import DeltaPublisher, Store
-from rollway.weights.transports.files import FilesPublisher, read_tensors
+from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
 
 ROUNDS = 5
-CHANGED = 0.01
-"""Share of the elements that a delta changes."""
-State = dict[str, Tensor]
 _NO_WEIGHTS = shutil.ignore_patterns("*.safetensors")
 # The line that a worker logs after a swap (rollway.engine.staging).
 _SERVED = re.compile(r"is served \((.*)\)")
@@ -109,8 +113,8 @@ class RefitFigures:
 class _Case:
     """A transport to measure."""
 
-    publish: Callable[[int, State], Offer]
-    before: Callable[[State], None] = lambda _: None
+    publish: Callable[[int, Weights], Offer]
+    before: Callable[[Weights], None] = lambda _: None
     """The trainer's work before publishing, which is not timed."""
     turns: tuple[int, ...] = (0, 1)
     get_share: Callable[[Offer], float] = lambda _: 1.0
@@ -122,8 +126,8 @@ class _Bench:
     stack: Stack
     model: Path
     scratch: Path
-    policies: list[State]
-    """Two policies that differ in every element, and one that differs from the first in few."""
+    policies: list[Weights]
+    """Two that differ in nearly every element, and one that differs from the first in few."""
     answers: dict[int, list[int]] = field(default_factory=dict)
     version: int = 0
 
@@ -137,27 +141,19 @@ class _Bench:
         """Update the worker as Dynamo's guide describes."""
         from safetensors.torch import save_file
 
-        (worker,) = await self.stack.fleet.workers()
-        admin = self.stack.fleet.admin
         self.version += 1
         directory = self.scratch / f"stock-{self.version}"
         shutil.copytree(self.model, directory, ignore=_NO_WEIGHTS)
         began = time.perf_counter()
         save_file(self.policies[index], directory / "model.safetensors", {"format": "pt"})
-        saved = time.perf_counter()
-        await admin.pause(worker)
-        await admin.update_from_disk(worker, directory, self.version)
-        await admin.resume(worker)
-        ended = time.perf_counter()
+        saved = time.perf_counter() - began
+        paused = await update_by_stock(self.stack, directory, self.version)
         shutil.rmtree(directory)
-        # Without the taint of its version, the worker gets no requests.
-        await admin.set_taints(worker, [taint_of(self.version)])
-        await self.stack.fleet.read_versions()
         return {
-            "publish_seconds": saved - began,
-            "pause_seconds": ended - saved,
-            "refit_seconds": ended - began,
-            "seconds": ended - began,
+            "publish_seconds": saved,
+            "pause_seconds": paused,
+            "refit_seconds": saved + paused,
+            "seconds": saved + paused,
         }
 
     async def refit(self, case: _Case, index: int) -> Row:
@@ -219,9 +215,14 @@ async def bench_refit(
 ) -> RefitFigures:
     """Measure the transports that `wanted` names; without names, all of them."""
     say(f"building a model of about {megabytes} MB")
-    model = build_model(scratch / "model", megabytes)
-    first = {name: tensor.clone() for name, tensor in read_tensors(model)}
-    policies = [first, change_all(first), _change_some(first)]
+    # The 1.7B's layers, of 100 MB each.
+    layers = max(1, -(-(megabytes - 33) // 100))
+    shape = {**SHAPES["2b"], "num_hidden_layers": layers, "vocab_size": 4096}
+    model, first = scratch / "model", draw_weights(shape, torch.device("cpu"))
+    write_model(model, shape, first)
+    second = {name: tensor.clone() for name, tensor in first.items()}
+    change_all(second, 1)
+    policies = [first, second, _change_some(first)]
     figures = RefitFigures(sum(tensor.nbytes for tensor in first.values()))
     say("starting the stack")
     args = {"dtype": "bfloat16", "max-model-len": 512, "max-num-seqs": 16}
@@ -273,7 +274,7 @@ def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
     }
     adopted.adopt(trainer.items())
 
-    def step(state: State) -> None:
+    def step(state: Weights) -> None:
         for name, parameter in trainer.items():
             parameter.data.copy_(state[name])
 
@@ -320,7 +321,7 @@ def _add_figures(figures: RefitFigures, rounds: list[dict[str, Row]]) -> None:
         figures.transports[name] = _take_medians([rows[name] for rows in rounds])
 
 
-def _measure_memcpy(state: State) -> tuple[float, float]:
+def _measure_memcpy(state: Weights) -> tuple[float, float]:
     """Return the GB/s of a memcpy of these tensors, and of a sum, on one thread; best of three."""
     sources = [raw_bytes(tensor).numpy() for tensor in state.values()]
     copies = [np.zeros_like(source) for source in sources]
@@ -338,43 +339,8 @@ def _measure_memcpy(state: State) -> tuple[float, float]:
     return nbytes / best[0] / 1e9, nbytes / best[1] / 1e9
 
 
-def build_model(directory: Path, megabytes: int) -> Path:
-    """Write a random Qwen3: bfloat16, the 1.7B's layers of 100 MB each, the demo's tokenizer."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from rollway.demo.model import build_base
-    from rollway.stack.preset import cache_dir
-
-    base = build_base(cache_dir() / "demo")
-    config = Qwen3Config(
-        vocab_size=4096,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=max(1, -(-(megabytes - 33) // 100)),
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(base / name, directory)
-    return directory
-
-
-def change_all(state: State) -> State:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        for name, tensor in state.items()
-    }
-
-
-def _change_some(state: State) -> State:
-    """Change a share of the elements (`CHANGED`), as a small optimizer step does."""
+def _change_some(state: Weights) -> Weights:
+    """Change a share of the elements (`CHANGED`) by so much that the worker's answer changes."""
     generator = torch.Generator().manual_seed(2)
     changed = {}
     for name, tensor in state.items():

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.curator import Round, make_report
-from benchmarks.observe import ObserveBench
-from benchmarks.observe_traffic import compare
+from benchmarks.observe import ObserveBench, compare
 from benchmarks.prime_rl import Load, summarize
 from benchmarks.ray import bench_planning
 from rollway.cli import main

@@ -18,7 +18,7 @@ from benchmarks.exactness import (
     run_command,
 )
 from benchmarks.gpu_load import PROMPT_TOKENS
-from benchmarks.real_model import Reference, pick_logprobs
+from benchmarks.real_model import SHAPES, Reference, draw_weights, pick_logprobs
 from rollway.cli import main
 from rollway.rollout.client import Rollout, Span
 from rollway.rollout.sampling import Sampling
@@ -37,7 +37,7 @@ class FakeEngine:
     def __init__(self, checkpoint: Path, dtype: torch.dtype, noise: float, stale: bool) -> None:
         self.dtype, self.noise, self.stale = dtype, noise, stale
         self.checkpoint = checkpoint
-        self.load(exactness.draw_weights("tiny", CPU))
+        self.load(draw_weights(SHAPES["tiny"], CPU))
         self.generator = torch.Generator().manual_seed(0)
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:

@@ -20,24 +20,23 @@ from benchmarks.gpu_load import MemoryWatch, make_prompts, measure_limits
 from benchmarks.gpu_options import Options, describe_stack
 from benchmarks.real_model import (
     MARKER,
+    SHAPES,
     Reference,
     Weights,
     cache_model,
     change_all,
     change_some,
     draw_weights,
-    write_weights,
 )
 from rollway.errors import UsageError
 from rollway.rollout.client import Rollout, Span
-from rollway.weights.transports.files import read_tensors
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def weights() -> Weights:
-    return draw_weights("tiny", CPU)
+    return draw_weights(SHAPES["tiny"], CPU)
 
 
 def test_the_checkpoint_is_what_transformers_reads(weights: Weights, tmp_path: Path) -> None:
@@ -60,19 +59,10 @@ def test_a_written_checkpoint_is_kept_and_a_half_one_is_not(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("benchmarks.real_model.write_weights", interrupt)
+    monkeypatch.setattr("benchmarks.real_model.save_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
         cache_model(path, "tiny", weights)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-
-
-def test_weights_are_written_in_parts_of_any_size(
-    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.real_model._CHUNK", 1000)
-    write_weights(tmp_path / "model.safetensors", weights)
-    stored = dict(read_tensors(tmp_path))
-    assert all(torch.equal(stored[name], weights[name]) for name in weights)
 
 
 def test_changes_have_the_size_that_they_promise(weights: Weights) -> None:
