@@ -15,6 +15,7 @@ The `trainer:` rows compute the trainer's log-probs in other ways. docs/exactnes
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import time
 from collections.abc import Callable
@@ -39,6 +40,8 @@ from benchmarks.real_model import (
 from examples.exactness.mismatch import Mismatch, Values, mismatch, split_mismatch
 from rollway.aio import Stack, up
 from rollway.api import make_spec
+from rollway.cli.arguments import pick_fields
+from rollway.cli.output import print_progress
 from rollway.demo.placement import make_float32_env
 from rollway.errors import UsageError
 from rollway.rollout.client import Rollout
@@ -71,7 +74,6 @@ class ExactnessOptions:
     tokens: int = 64
     batch_invariant: bool = False
     eager: bool = False
-    gpu_memory_utilization: float = 0.4
     overrides: tuple[str, ...] = ()
 
 
@@ -97,7 +99,7 @@ def describe_exact_stack(options: ExactnessOptions, path: str, *, on_gpu: bool) 
     if options.head == "float32":
         args["hf-overrides"] = {"head_dtype": "float32"}
     if on_gpu:
-        args["gpu-memory-utilization"] = options.gpu_memory_utilization
+        args["gpu-memory-utilization"] = 0.4
         args["enforce-eager"] = options.eager
         if options.dtype == "float32":
             env |= make_float32_env()
@@ -334,7 +336,12 @@ class ExactnessBench:
         return round_floats({**about, **self.figures, "rows": rows}, ".5g")
 
 
-def run_command(options: ExactnessOptions, say: Say) -> tuple[int, dict[str, Any]]:
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    fields = pick_fields(ExactnessOptions, options)
+    return run_bench(ExactnessOptions(**fields, overrides=tuple(options.set)), print_progress)
+
+
+def run_bench(options: ExactnessOptions, say: Say) -> tuple[int, dict[str, Any]]:
     """Run the benchmark; return the exit code and the figures."""
     if min(options.rollouts, options.tokens) < 1:
         raise UsageError("--rollouts and --tokens must be positive.", "Give at least 1 for each.")

@@ -7,6 +7,8 @@ how many times a refit waits for workers that answer late.
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import statistics
 import time
 from collections.abc import Awaitable
@@ -15,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import round_floats
+from benchmarks.inputs import read_spec
 from rollway.api import up
-from rollway.errors import NoWorkers
+from rollway.errors import NoWorkers, UsageError
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.membership import Membership
@@ -50,11 +53,15 @@ class FleetFigures:
     """The median of later refits without their pause."""
     outside_ratio: float
 
-    def as_json(self) -> dict[str, Any]:
-        return round_floats(asdict(self), ".6f")
+
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    spec = read_spec(options)
+    if spec is None:
+        raise UsageError("No stack is named.", "Give a stack file: rollway bench fleet -f FILE.")
+    return 0, round_floats(asdict(asyncio.run(_bench_fleet(spec))), ".6f")
 
 
-async def bench_fleet(spec: StackSpec) -> FleetFigures:
+async def _bench_fleet(spec: StackSpec) -> FleetFigures:
     path = Path(spec.models[0].path)
     async with up(spec) as stack, Http() as http:
         await stack.unwatch()  # the watcher's listings would disturb the measurement
@@ -66,11 +73,11 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
         if not workers:
             raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
         sample = workers[:_REPEATS]
-        probe = max([await measure(fleet.admin.weight_version(worker)) for worker in sample])
+        probe = max([await _measure(fleet.admin.weight_version(worker)) for worker in sample])
         order = await _measure_signature(http, workers[0], secret)
-        listing = statistics.median([await measure(fleet.workers()) for _ in range(_REPEATS)])
-        singles = [make_single(http, fleet, worker, secret) for worker in sample]
-        alone = max([await measure(single.refit(1, path)) for single in singles])
+        listing = statistics.median([await _measure(fleet.workers()) for _ in range(_REPEATS)])
+        singles = [_make_single(http, fleet, worker, secret) for worker in sample]
+        alone = max([await _measure(single.refit(1, path)) for single in singles])
         began = time.monotonic()
         report = await fleet.refit(2, path)
         seconds = time.monotonic() - began
@@ -92,7 +99,7 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
     )
 
 
-async def measure(call: Awaitable[object]) -> float:
+async def _measure(call: Awaitable[object]) -> float:
     """Return the seconds of a call."""
     began = time.monotonic()
     await call
@@ -113,7 +120,7 @@ async def _measure_signature(http: Http, worker: Worker, secret: str) -> float:
     return statistics.median(seconds[True]) - statistics.median(seconds[False])
 
 
-def make_single(http: Http, fleet: Fleet, worker: Worker, secret: str) -> Fleet:
+def _make_single(http: Http, fleet: Fleet, worker: Worker, secret: str) -> Fleet:
     """Make a fleet of this worker alone; it refits by the same procedure."""
     single = Fleet(http, fleet.membership.source, admin=fleet.admin, secret=secret)
     single.membership = _SingleMembership(http, fleet.membership.source, worker)

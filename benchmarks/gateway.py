@@ -7,6 +7,7 @@ sizes of the journal and the logs, and compares the last tenth of the run with t
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
@@ -21,13 +22,14 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks import Say
 from benchmarks.cheap_frontend import MODEL
 from benchmarks.children import start_child
+from benchmarks.inputs import build_demo_model, read_spec
 from chaos.clients import Manner, Vanished, call
 from chaos.gateway_process import GatewayProcess, size_of, size_of_store
 from rollway.api import up
-from rollway.errors import RollwayError
+from rollway.cli.output import print_progress
+from rollway.errors import RollwayError, UsageError
 from rollway.rollout.sequence import TokenSequence
 from rollway.spec import StackSpec
 from rollway.stack.state import StackDir
@@ -102,13 +104,20 @@ class GatewayLoad:
         return {**asdict(self), "flat": self.flat}
 
 
-async def bench_gateway_load(
-    spec: StackSpec | None, *, requests: int, agents: int, tokenizer: str, say: Say
-) -> GatewayLoad:
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    if options.requests < 1000 or options.agents < 1:
+        raise UsageError(
+            "That is too little to measure growth.", "Give at least 1000 requests and one agent."
+        )
+    load = asyncio.run(_bench_gateway(read_spec(options), options.requests, options.agents))
+    return (0 if load.flat else 1), load.as_json()
+
+
+async def _bench_gateway(spec: StackSpec | None, requests: int, agents: int) -> GatewayLoad:
     """Send requests through a gateway, to a stack or, without `spec`, to a stand-in."""
     with tempfile.TemporaryDirectory(prefix="rollway-bench-gateway-") as scratch:
         directory = Path(scratch)
-        async with _start_upstream(spec, tokenizer) as (arguments, logs):
+        async with _start_upstream(spec) as (arguments, logs):
             journal = directory / "gateway.sqlite"
             gateway = GatewayProcess(
                 [*arguments, "--journal", str(journal)], directory / "gateway.log", bound=_BOUND
@@ -116,16 +125,14 @@ async def bench_gateway_load(
             await gateway.start()
             try:
                 load = GatewayLoad(agents=agents)
-                await _Run(gateway, journal, [gateway.log, *logs], requests, say, load).run()
+                await _Run(gateway, journal, [gateway.log, *logs], requests, load).run()
                 return load
             finally:
                 await gateway.stop()
 
 
 @asynccontextmanager
-async def _start_upstream(
-    spec: StackSpec | None, tokenizer: str
-) -> AsyncIterator[tuple[list[str], list[Path]]]:
+async def _start_upstream(spec: StackSpec | None) -> AsyncIterator[tuple[list[str], list[Path]]]:
     """Start the gateway's upstream; yield the gateway's arguments and the paths of logs."""
     if spec is not None:
         async with up(spec) as stack:
@@ -134,7 +141,7 @@ async def _start_upstream(
             yield [stack.name], [Path(state.log_dir)]
         return
     async with start_child("benchmarks.cheap_frontend") as (_, ready):
-        url = ready["url"]
+        url, tokenizer = ready["url"], str(build_demo_model())
         yield [url, "--rl-url", url, "--model", MODEL, "--tokenizer", tokenizer], []
 
 
@@ -146,7 +153,6 @@ class _Run:
     journal: Path
     logs: list[Path]
     total: int
-    say: Say
     figures: GatewayLoad
     http: aiohttp.ClientSession = field(init=False)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -247,7 +253,7 @@ class _Run:
             )
             figures.samples.append(sample)
         if figures.requests % max(1, self.total // 20) == 0 and figures.samples:
-            self.say(_format_sample(figures.samples[-1]))
+            print_progress(_format_sample(figures.samples[-1]))
 
     def _summarize(self) -> None:
         figures, samples = self.figures, self.figures.samples

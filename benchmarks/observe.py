@@ -15,23 +15,25 @@ holds two samples on every machine. A part that cannot run here says why, and th
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from benchmarks import Say, round_floats
+from benchmarks import round_floats
 from benchmarks.children import list_processes, read_cpu_seconds, start_child
+from benchmarks.inputs import build_demo_model, read_parts
 from rollway.aio import Stack, up
+from rollway.cli.output import print_progress as say
 from rollway.demo.placement import choose_shared_gpu
-from rollway.errors import RollwayError, require
+from rollway.errors import RollwayError, UsageError, require
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.spec import StackSpec
@@ -62,22 +64,28 @@ class Load:
     has_logprobs: bool = True
 
 
+def run(options: argparse.Namespace) -> tuple[int, Figures]:
+    """Measure; Ctrl-C prints what was measured until then."""
+    parts = read_parts(options, PARTS)
+    if min(options.rounds, options.workers, options.tokens) < 1:
+        raise UsageError("That is too little to measure.", "Give at least 1.")
+    bench = ObserveBench(options)
+    code = 0
+    try:
+        bench.run(parts)
+    except KeyboardInterrupt:
+        bench.figures["is_interrupted"], code = True, 130
+    return code, {"limits": LIMITS, **round_floats(bench.figures, ".4g")}
+
+
 @dataclass(slots=True)
 class ObserveBench:
     """A run, and what it has measured so far."""
 
-    build_model: Callable[[], Path]
-    """Returns the demo's model."""
-    say: Say
-    rounds: int = 20
-    workers: int = 2
-    """The number of vLLM workers of each stack."""
-    tokens: int = 32
-    """The length of vLLM's answers."""
-    has_traces: bool = True
+    options: argparse.Namespace
     figures: Figures = field(default_factory=dict)
 
-    def run(self, parts: Sequence[str] = PARTS) -> None:
+    def run(self, parts: Sequence[str]) -> None:
         """Measure these parts, in the order of `PARTS`."""
         for part in PARTS:
             if part in parts:
@@ -86,7 +94,7 @@ class ObserveBench:
                     getattr(self, f"_measure_{part}")(figures)
                 except RollwayError as error:
                     figures["not_measured"] = str(error)
-                    self.say(f"{part}: not measured: {error}")
+                    say(f"{part}: not measured: {error}")
 
     def _measure_mockers(self, figures: Figures) -> None:
         require("dynamo")
@@ -100,35 +108,31 @@ class ObserveBench:
         from rollway.stack.preset import list_gpus
 
         args: dict[str, Any] = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 128}
-        model: dict[str, Any] = {"replicas": self.workers}
+        model: dict[str, Any] = {"replicas": self.options.workers}
         if gpus := list_gpus():
             # Two stacks: so many workers at once.
-            model["env"] = choose_shared_gpu(gpus, 2 * self.workers)
+            model["env"] = choose_shared_gpu(gpus, 2 * self.options.workers)
             # Eager: four workers start one stack after the other.
             args |= {"gpu-memory-utilization": _SHARE, "enforce-eager": True}
-        load = Load(8.0, at_once=64, prompt_tokens=64, max_tokens=self.tokens)
+        load = Load(8.0, at_once=64, prompt_tokens=64, max_tokens=self.options.tokens)
         self._measure_throughput("vllm", {**model, "args": args}, load, figures)
 
     def _measure_throughput(
         self, engine: str, model: dict[str, Any], load: Load, figures: Figures
     ) -> None:
-        model = {"path": str(self.build_model()), "name": "tiny", "engine": engine, **model}
+        model = {"path": str(build_demo_model()), "name": "tiny", "engine": engine, **model}
         spec = {"models": [model]}
         asyncio.run(
             measure_throughput(
-                spec, load, self.rounds, self.say, figures, has_traces=self.has_traces
+                spec, load, self.options.rounds, figures, has_traces=not self.options.no_traces
             )
         )
-
-    def as_json(self) -> Figures:
-        return {"limits": LIMITS, **round_floats(self.figures, ".4g")}
 
 
 async def measure_throughput(
     spec: dict[str, Any],
     load: Load,
     rounds: int,
-    say: Say,
     figures: dict[str, Any],
     *,
     has_traces: bool = True,

@@ -8,6 +8,7 @@ of several runs, because the work is always the same but other processes disturb
 
 from __future__ import annotations
 
+import argparse
 import math
 import resource
 import time
@@ -69,7 +70,7 @@ class PlanFigures:
     """Bytes of the busiest source, divided by the mean of the sources that send any."""
 
 
-def bench_plan() -> dict[str, Any]:
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     ep8 = measure(QWEN3_30B_A3B, Topology(ep=8), tp=2)
     etp4 = measure(QWEN3_30B_A3B, Topology(tp=4, etp=4), tp=2)
     large = measure(SYNTHETIC_1T, Topology(tp=8, ep=64), tp=16, repeats=1)
@@ -85,7 +86,7 @@ def bench_plan() -> dict[str, Any]:
     # The peak of the process, so of its largest plan: the synthetic model's.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     synthetic = {**asdict(large), "tensors": large.hf_tensors, "peak_rss_mb": peak}
-    return round_floats({"qwen3_30b_a3b": qwen, "synthetic_1t": synthetic}, ".4f")
+    return 0, round_floats({"qwen3_30b_a3b": qwen, "synthetic_1t": synthetic}, ".4f")
 
 
 def measure(config: dict[str, Any], topology: Topology, tp: int, repeats: int = 3) -> PlanFigures:

@@ -14,11 +14,13 @@ update to the same policy.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import re
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -41,6 +43,7 @@ from benchmarks.real_model import (
 )
 from rollway.aio import Stack, up
 from rollway.api import make_spec
+from rollway.cli.output import print_progress
 from rollway.errors import RolloutError
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir
@@ -210,8 +213,16 @@ def _take_medians(rows: list[Row]) -> TransportFigures:
     return TransportFigures(**{name: median(row[name] for row in rows) for name in rows[0]})
 
 
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+        figures = asyncio.run(
+            bench_refit(Path(scratch), print_progress, options.megabytes, options.transports)
+        )
+    return 0, figures.as_json()
+
+
 async def bench_refit(
-    scratch: Path, say: Say, *, megabytes: int = 520, wanted: tuple[str, ...] = ()
+    scratch: Path, say: Say, megabytes: int, wanted: Sequence[str]
 ) -> RefitFigures:
     """Measure the transports that `wanted` names; without names, all of them."""
     say(f"building a model of about {megabytes} MB")

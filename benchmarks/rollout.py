@@ -8,8 +8,10 @@ affects all three.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
@@ -20,8 +22,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from benchmarks import Say
+from benchmarks.inputs import build_demo_model
 from rollway.aio import Stack, up
+from rollway.api import make_spec
+from rollway.cli.output import print_progress as say
 from rollway.gateway.command import create_gateway
 from rollway.gateway.server import Gateway
 from rollway.gateway.store import Store
@@ -101,7 +105,25 @@ class RolloutFigures:
         }
 
 
-async def bench_rollout(spec: StackSpec, say: Say) -> list[ClientFigures]:
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    path = str(build_demo_model())
+    # A mocker that answers as fast as it can, so that the clients are measured.
+    mocked = {"max-model-len": 40_000, "speedup-ratio": 1000.0}
+    real = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 64}
+
+    def spec(engine: str, args: dict[str, Any]) -> StackSpec:
+        model = {"path": path, "name": "tiny", "engine": engine, "replicas": 1, "args": args}
+        return make_spec({"name": f"bench-{engine}", "models": [model]})
+
+    figures = RolloutFigures(asyncio.run(bench_rollout(spec("mocker", mocked))))
+    if not options.no_real:
+        figures.clients += asyncio.run(bench_rollout(spec("vllm", real)))
+        with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+            figures.gateway = asyncio.run(bench_gateway(spec("vllm", real), Path(scratch)))
+    return 0, figures.as_json()
+
+
+async def bench_rollout(spec: StackSpec) -> list[ClientFigures]:
     """Measure all clients on one stack."""
     rows: list[ClientFigures] = []
     engine = spec.models[0].engine
@@ -235,9 +257,7 @@ def _make_openai(client: Any, model: str, sampling: Sampling) -> Send:
     return send
 
 
-async def bench_gateway(
-    spec: StackSpec, scratch: Path, say: Say, sessions: tuple[int, ...] = (1, 100, 1000)
-) -> list[GatewayFigures]:
+async def bench_gateway(spec: StackSpec, scratch: Path) -> list[GatewayFigures]:
     """Compare the gateway with the frontend, over real HTTP.
 
     The gateway runs in this process, so that both paths use the same cores."""
@@ -251,7 +271,7 @@ async def bench_gateway(
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         try:
             for length in (64, 1_500):
-                for count in sessions:
+                for count in (1, 100, 1000):
                     if length > 1000 and count > 100:
                         continue  # the overhead of long prompts shows with fewer sessions
                     say(f"gateway: {count} sessions, prompts of about {length} tokens")

@@ -6,6 +6,7 @@ through a real frontend, and in Dynamo's offline replay.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import platform
@@ -18,9 +19,11 @@ from typing import Any, Literal, get_args
 import psutil
 
 from benchmarks import Say
+from benchmarks.inputs import read_spec
 from benchmarks.router_traffic import GROUPS_PER_WORKER, Sender, Tally, Traffic, replay
 from rollway.aio import Stack, up
-from rollway.errors import NoWorkers, UsageError
+from rollway.cli.output import get_spec_file, print_progress
+from rollway.errors import NoWorkers, UsageError, require
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.spec import StackSpec, load_spec
@@ -81,6 +84,38 @@ class RouterReport:
             "preset_never_slower": max(known) <= 1.0 if known else None,
             "machine": _describe_machine(),
         }
+
+
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    counts, groups = parse_counts(options.workers), options.groups
+    if groups is not None and groups < 1:
+        raise UsageError(f"--groups is {groups}.", "Give at least 1.")
+    is_live = get_spec_file(options) is not None and not options.no_live
+    if not is_live and options.no_replay:
+        raise UsageError("There is nothing to measure.", "Give a stack file, or drop --no-replay.")
+
+    def say(message: str) -> None:
+        if not options.quiet:
+            print_progress(message)
+
+    report = RouterReport()
+    if is_live:
+        require("torch", "transformers")
+        spec = read_spec(options)
+        assert spec is not None
+        report.live = asyncio.run(bench_live(spec, counts, groups, say))
+    if not options.no_replay:
+        report.replay = bench_replay(counts, groups, say)
+    return 0, report.as_json()
+
+
+def parse_counts(text: str) -> list[int]:
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isdigit() and int(number) > 0 for number in numbers):
+        raise UsageError(
+            f"`--workers {text}` is not a list of numbers.", "Give, for example, 4,32."
+        )
+    return [int(number) for number in numbers]
 
 
 async def bench_live(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from benchmarks.curator import Round, make_report
+from benchmarks.curator import make_report
 from benchmarks.observe import ObserveBench, compare
 from benchmarks.prime_rl import Load, summarize
 from benchmarks.ray import bench_planning
@@ -18,8 +17,12 @@ def test_ratios_are_taken_within_a_round() -> None:
     """Across rounds, a machine that was faster in one of them would look like a faster arm."""
     rows = [{"off": 100.0, "on": 99.0}, {"off": 50.0, "on": 49.0}, {"off": 10.0, "on": 20.0}]
     assert compare(rows)["ratio"] == 0.99
+    rounds = [
+        {"backend": backend, "ready_seconds": seconds, "stop_seconds": seconds}
+        for backend, seconds in (("curator", 2.0), ("rollway", 1.0))
+    ]
     pairs = {"curator": [100.0, 50.0, 100.0], "rollway": [99.0, 50.0, 97.0]}
-    figures = make_report([Round("curator", 2, 2), Round("rollway", 1, 1)], pairs)
+    figures = make_report(rounds, pairs)
     assert (figures["rows"], figures["ready"]) == (0.99, 0.5)
 
 
@@ -40,7 +43,7 @@ def test_an_interrupted_run_prints_what_it_has(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("benchmarks.commands.require", lambda *_: None)
+    monkeypatch.setattr("benchmarks.__main__.require", lambda *_: None)
     monkeypatch.setattr(ObserveBench, "run", interrupt)
     assert main(["bench", "observe", "--json"]) == 130
     assert json.loads(capsys.readouterr().out)["is_interrupted"] is True
@@ -64,7 +67,6 @@ def test_wrong_arguments_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("benchmarks.commands.require", lambda *_: None)
-    monkeypatch.setattr("benchmarks.commands._build_demo_model", lambda: Path("/no/model"))
+    monkeypatch.setattr("benchmarks.__main__.require", lambda *_: None)
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -15,7 +15,7 @@ from benchmarks import exactness
 from benchmarks.exactness import (
     ExactnessOptions,
     describe_exact_stack,
-    run_command,
+    run_bench,
 )
 from benchmarks.gpu_load import PROMPT_TOKENS
 from benchmarks.real_model import SHAPES, Reference, draw_weights, pick_logprobs
@@ -107,7 +107,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
             yield FakeEngine(Path(spec.models[0].path), dtype, noise, stale)
 
         monkeypatch.setattr(exactness, "up", up)
-        return run_command(options, lambda _: None)
+        return run_bench(options, lambda _: None)
 
     return run
 
@@ -146,7 +146,7 @@ def test_batch_invariance_is_refused_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preset, "list_gpus", list)
-    monkeypatch.setattr("benchmarks.commands.require", lambda *_: None)
+    monkeypatch.setattr("benchmarks.__main__.require", lambda *_: None)
     assert main(["bench", "exactness", "--batch-invariant"]) == 2
     message = capsys.readouterr().err
     assert "batch-invariant mode cannot run here" in message and "GPU" in message

@@ -13,11 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import gpu_options, round_floats
+from benchmarks import gpu_engine, round_floats
 from benchmarks.gpu_colocated import fit_slope
-from benchmarks.gpu_engine import GpuEngineBench, Skip
+from benchmarks.gpu_engine import GpuEngineBench, Options, Skip, describe_stack
 from benchmarks.gpu_load import MemoryWatch, make_prompts, measure_limits
-from benchmarks.gpu_options import Options, describe_stack
 from benchmarks.real_model import (
     MARKER,
     SHAPES,
@@ -191,7 +190,7 @@ def test_an_interrupt_keeps_what_was_measured(
 
     monkeypatch.setattr(GpuEngineBench, "run", run)
     before = signal.getsignal(signal.SIGTERM)
-    code, figures = gpu_options.run_command(make_arguments(), lambda _: None)
+    code, figures = gpu_engine.run(make_arguments())
     assert code == 130 and figures["is_interrupted"] and figures["limits"] == {"gigabytes": 1.0}
     assert figures["stopped"] and signal.getsignal(signal.SIGTERM) == before
 
@@ -202,7 +201,7 @@ def test_an_interrupt_keeps_what_was_measured(
 )
 def test_wrong_options_are_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        gpu_options.run_command(make_arguments(**wrong), lambda _: None)
+        gpu_engine.run(make_arguments(**wrong))
 
 
 def test_lost_tokens_follow_from_pauses_and_the_rate() -> None:
