@@ -20,6 +20,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -254,8 +255,7 @@ class ExactnessBench:
         if self.options.dtype == "float32":
             return
 
-        def pick(logits: Tensor, ids: Tensor) -> Tensor:
-            return pick_logprobs(logits, ids, PROMPT_TOKENS)
+        pick = partial(pick_logprobs, prompt_length=PROMPT_TOKENS)
 
         def pick_rounded(logits: Tensor, ids: Tensor) -> Tensor:
             """Softmax in bfloat16, as `log_softmax` of a model's own logits does."""

@@ -12,7 +12,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,37 +30,14 @@ _REPEATS = 5
 _ORDERS = 400
 
 
-@dataclass(slots=True)
-class FleetFigures:
-    """Seconds, and the ratios."""
-
-    workers: int
-    probe_seconds: float
-    """The slowest of several requests for a worker's version."""
-    order_seconds: float
-    """The time that a signature adds to an admin call: the difference of the medians."""
-    listing_seconds: float
-    listing_ratio: float
-    alone_seconds: float
-    """The slowest of several refits of a single worker."""
-    refit_seconds: float
-    refit_ratio: float
-    paused_seconds: float
-    calls: int
-    """The most admin calls that a later refit made to one worker."""
-    outside_seconds: float
-    """The median of later refits without their pause."""
-    outside_ratio: float
-
-
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     spec = read_spec(options)
     if spec is None:
         raise UsageError("No stack is named.", "Give a stack file: rollway bench fleet -f FILE.")
-    return 0, round_floats(asdict(asyncio.run(_bench_fleet(spec))), ".6f")
+    return 0, round_floats(asyncio.run(_bench_fleet(spec)), ".6f")
 
 
-async def _bench_fleet(spec: StackSpec) -> FleetFigures:
+async def _bench_fleet(spec: StackSpec) -> dict[str, Any]:
     path = Path(spec.models[0].path)
     async with up(spec) as stack, Http() as http:
         await stack.unwatch()  # the watcher's listings would disturb the measurement
@@ -83,20 +59,25 @@ async def _bench_fleet(spec: StackSpec) -> FleetFigures:
         seconds = time.monotonic() - began
         later = [await fleet.refit(3 + turn, path) for turn in range(_REPEATS)]
     outside = statistics.median([refit.seconds - refit.paused_seconds for refit in later])
-    return FleetFigures(
-        workers=len(workers),
-        probe_seconds=probe,
-        order_seconds=order,
-        listing_seconds=listing,
-        listing_ratio=listing / probe,
-        alone_seconds=alone,
-        refit_seconds=seconds,
-        refit_ratio=seconds / alone,
-        paused_seconds=report.paused_seconds,
-        calls=max(worker.calls for refit in later for worker in refit.workers),
-        outside_seconds=outside,
-        outside_ratio=outside / probe,
-    )
+    return {
+        "workers": len(workers),
+        # The slowest of several requests for a worker's version.
+        "probe_seconds": probe,
+        # What a signature adds to an admin call: the difference of the medians.
+        "order_seconds": order,
+        "listing_seconds": listing,
+        "listing_ratio": listing / probe,
+        # The slowest of several refits of a single worker.
+        "alone_seconds": alone,
+        "refit_seconds": seconds,
+        "refit_ratio": seconds / alone,
+        "paused_seconds": report.paused_seconds,
+        # The most admin calls that a later refit made to one worker.
+        "calls": max(worker.calls for refit in later for worker in refit.workers),
+        # The median of later refits without their pause.
+        "outside_seconds": outside,
+        "outside_ratio": outside / probe,
+    }
 
 
 async def _measure(call: Awaitable[object]) -> float:

@@ -25,7 +25,8 @@ import aiohttp
 from benchmarks.cheap_frontend import MODEL
 from benchmarks.children import start_child
 from benchmarks.inputs import build_demo_model, read_spec
-from chaos.clients import Manner, Vanished, call
+from chaos.agents import Answer
+from chaos.clients import Manner, Reply, Vanished, call
 from chaos.gateway_process import GatewayProcess, size_of, size_of_store
 from rollway.api import up
 from rollway.cli.output import print_progress
@@ -164,7 +165,8 @@ class _Run:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=_BOUND)
         async with aiohttp.ClientSession(base, connector=connector, timeout=timeout) as self.http:
-            self.model = (await self._request("GET", "/v1/models"))["data"][0]["id"]
+            models = json.loads(await self._request("GET", "/v1/models"))
+            self.model = models["data"][0]["id"]
             self.figures.requests = 0
             self.began = time.monotonic()
             async with asyncio.TaskGroup() as tasks:
@@ -195,7 +197,7 @@ class _Run:
         if vanishes:
             await self._vanish(session, {**body, "stream": True})
         path = f"/v1/rollway/trajectories/{session}"
-        fetched = await self._request("GET", path)
+        fetched = json.loads(await self._request("GET", path))
         sequences = [TokenSequence.from_json(raw) for raw in fetched["trajectories"]]
         sampled = sum(sum(sequence.loss_mask) for sequence in sequences)
         # A turn whose client disconnected may or may not be recorded.
@@ -206,11 +208,11 @@ class _Run:
 
     async def _chat(self, session: str, body: dict[str, Any]) -> str:
         headers = {"x-rollway-session": session}
-        answer = await self._request("POST", "/v1/chat/completions", body, headers)
-        if not body["stream"]:
-            return str(answer["choices"][0]["message"]["content"])
-        choices = [choice for event in answer for choice in event["choices"]]
-        return "".join(choice["delta"].get("content") or "" for choice in choices)
+        raw = await self._request("POST", "/v1/chat/completions", body, headers)
+        answer = Answer.read(Reply(200, raw))
+        if answer.status != 200 or answer.trouble:
+            raise RollwayError(f"An answer is {answer.status}: {answer.trouble}")
+        return answer.text
 
     async def _vanish(self, session: str, body: dict[str, Any]) -> None:
         """Send a request and disconnect when the answer begins."""
@@ -224,19 +226,13 @@ class _Run:
 
     async def _request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> Any:
-        """Return the decoded answer: an object, or the list of a stream's events."""
+    ) -> bytes:
         async with self.http.request(method, path, json=body, headers=headers) as response:
             raw = await response.read()
             if response.status != 200:
                 raise RollwayError(f"{method} {path}: {response.status}, {raw[:200]!r}")
         self._count()
-        if not raw.startswith(b"data:"):
-            return json.loads(raw)
-        lines = [line[5:].strip() for line in raw.split(b"\n") if line.startswith(b"data:")]
-        if lines[-1] != b"[DONE]":
-            raise RollwayError(f"{method} {path}: a stream without an end, {raw[-200:]!r}")
-        return [json.loads(line) for line in lines[:-1]]
+        return raw
 
     def _count(self) -> None:
         """Count a request; sample and print the gateway's resources at regular intervals."""
@@ -253,7 +249,7 @@ class _Run:
             )
             figures.samples.append(sample)
         if figures.requests % max(1, self.total // 20) == 0 and figures.samples:
-            print_progress(_format_sample(figures.samples[-1]))
+            print_progress(json.dumps(asdict(figures.samples[-1])))
 
     def _summarize(self) -> None:
         figures, samples = self.figures, self.figures.samples
@@ -275,14 +271,6 @@ def _summarize(samples: list[Sample]) -> Tenth:
         journal_mib=_mebibytes(median(sample.journal for sample in samples)),
         log_per_request=round((samples[-1].log - samples[0].log) / count, 1),
         requests_per_second=round(count / seconds, 1),
-    )
-
-
-def _format_sample(sample: Sample) -> str:
-    return (
-        f"{sample.requests} requests, {sample.seconds:.0f} s: "
-        f"{_mebibytes(sample.memory)} MiB, {sample.descriptors} descriptors, "
-        f"journal {_mebibytes(sample.journal)} MiB, logs {_mebibytes(sample.log)} MiB"
     )
 
 

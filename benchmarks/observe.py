@@ -23,7 +23,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
@@ -37,6 +37,7 @@ from rollway.errors import RollwayError, UsageError, require
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.spec import StackSpec
+from rollway.stack.preset import list_gpus
 from rollway.stack.state import StackDir
 
 PARTS = ("mockers", "vllm")
@@ -69,73 +70,49 @@ def run(options: argparse.Namespace) -> tuple[int, Figures]:
     parts = read_parts(options, PARTS)
     if min(options.rounds, options.workers, options.tokens) < 1:
         raise UsageError("That is too little to measure.", "Give at least 1.")
-    bench = ObserveBench(options)
-    code = 0
+    code, figures = 0, dict[str, Any]()
     try:
-        bench.run(parts)
-    except KeyboardInterrupt:
-        bench.figures["is_interrupted"], code = True, 130
-    return code, {"limits": LIMITS, **round_floats(bench.figures, ".4g")}
-
-
-@dataclass(slots=True)
-class ObserveBench:
-    """A run, and what it has measured so far."""
-
-    options: argparse.Namespace
-    figures: Figures = field(default_factory=dict)
-
-    def run(self, parts: Sequence[str]) -> None:
-        """Measure these parts, in the order of `PARTS`."""
         for part in PARTS:
             if part in parts:
-                figures = self.figures.setdefault(part, {})
-                try:
-                    getattr(self, f"_measure_{part}")(figures)
-                except RollwayError as error:
-                    figures["not_measured"] = str(error)
-                    say(f"{part}: not measured: {error}")
-
-    def _measure_mockers(self, figures: Figures) -> None:
-        require("dynamo")
-        # They answer as fast as they can, so that the client is the limit.
-        args = {"max-model-len": 4096, "speedup-ratio": 1000.0}
-        load = Load(4.0, at_once=64, prompt_tokens=128, max_tokens=16, has_logprobs=False)
-        self._measure_throughput("mocker", {"replicas": 1, "args": args}, load, figures)
-
-    def _measure_vllm(self, figures: Figures) -> None:
-        require("dynamo", "vllm")
-        from rollway.stack.preset import list_gpus
-
-        args: dict[str, Any] = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 128}
-        model: dict[str, Any] = {"replicas": self.options.workers}
-        if gpus := list_gpus():
-            # Two stacks: so many workers at once.
-            model["env"] = choose_shared_gpu(gpus, 2 * self.options.workers)
-            # Eager: four workers start one stack after the other.
-            args |= {"gpu-memory-utilization": _SHARE, "enforce-eager": True}
-        load = Load(8.0, at_once=64, prompt_tokens=64, max_tokens=self.options.tokens)
-        self._measure_throughput("vllm", {**model, "args": args}, load, figures)
-
-    def _measure_throughput(
-        self, engine: str, model: dict[str, Any], load: Load, figures: Figures
-    ) -> None:
-        model = {"path": str(build_demo_model()), "name": "tiny", "engine": engine, **model}
-        spec = {"models": [model]}
-        asyncio.run(
-            measure_throughput(
-                spec, load, self.options.rounds, figures, has_traces=not self.options.no_traces
-            )
-        )
+                _measure_part(part, options, figures.setdefault(part, {}))
+    except KeyboardInterrupt:
+        figures["is_interrupted"], code = True, 130
+    return code, {"limits": LIMITS, **round_floats(figures, ".4g")}
 
 
-async def measure_throughput(
-    spec: dict[str, Any],
-    load: Load,
-    rounds: int,
-    figures: dict[str, Any],
-    *,
-    has_traces: bool = True,
+def _measure_part(part: str, options: argparse.Namespace, figures: Figures) -> None:
+    """Measure a part; if it cannot run here, its figures say why."""
+    try:
+        model, load = _describe_mockers() if part == "mockers" else _describe_vllm(options)
+        spec = {"models": [{"path": str(build_demo_model()), "name": "tiny", **model}]}
+        asyncio.run(_measure_throughput(spec, load, options, figures))
+    except RollwayError as error:
+        figures["not_measured"] = str(error)
+        say(f"{part}: not measured: {error}")
+
+
+def _describe_mockers() -> tuple[dict[str, Any], Load]:
+    require("dynamo")
+    # They answer as fast as they can, so that the client is the limit.
+    args = {"max-model-len": 4096, "speedup-ratio": 1000.0}
+    load = Load(4.0, at_once=64, prompt_tokens=128, max_tokens=16, has_logprobs=False)
+    return {"engine": "mocker", "replicas": 1, "args": args}, load
+
+
+def _describe_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], Load]:
+    require("dynamo", "vllm")
+    args: dict[str, Any] = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 128}
+    model: dict[str, Any] = {"engine": "vllm", "replicas": options.workers, "args": args}
+    if gpus := list_gpus():
+        # Two stacks: so many workers at once.
+        model["env"] = choose_shared_gpu(gpus, 2 * options.workers)
+        # Eager: four workers start one stack after the other.
+        args |= {"gpu-memory-utilization": _SHARE, "enforce-eager": True}
+    return model, Load(8.0, at_once=64, prompt_tokens=64, max_tokens=options.tokens)
+
+
+async def _measure_throughput(
+    spec: dict[str, Any], load: Load, options: argparse.Namespace, figures: Figures
 ) -> None:
     """Compare the rollouts of a stack that is observed with those of one that is not; `figures`
     is kept up to date."""
@@ -149,7 +126,7 @@ async def measure_throughput(
         on_spec = StackSpec(**spec, name="bench-on", observe=observe, env=env)
         with set_endpoint(None):
             off = await cleanup.enter_async_context(up(off_spec))
-        with set_endpoint(f"{traces['url']}/v1/traces" if has_traces else None):
+        with set_endpoint(f"{traces['url']}/v1/traces" if not options.no_traces else None):
             on = await cleanup.enter_async_context(up(on_spec))
         dash, dashboard = await cleanup.enter_async_context(start_child(*_DASH))
         look = start_child(_PEERS, "look", dashboard["url"])
@@ -162,7 +139,7 @@ async def measure_throughput(
             await client.run(_WARM_UP_SECONDS)
         rows: list[dict[str, float]] = []
         costs: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
-        for number in range(rounds):
+        for number in range(options.rounds):
             row = {}
             for arm in ("off", "on")[:: 1 if number % 2 else -1]:
                 if on.tracer is not None:  # spans of the turn before

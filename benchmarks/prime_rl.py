@@ -81,17 +81,11 @@ async def _measure_clients(python: Path, scratch: Path, loads: Sequence[Load]) -
         urls = {"rollway": ready["url"], "dynamo": f"{stack.frontend_url}/v1"}
         fields = {"tokenizer": str(model), "model": MODEL, "urls": urls, **EPISODE}
         fields["runs"] = list_runs(loads)
-        return await asyncio.to_thread(_measure_throughput, python, scratch, fields, loads)
-
-
-def _measure_throughput(
-    python: Path, scratch: Path, job: dict[str, Any], loads: Sequence[Load]
-) -> dict[str, Any]:
+        runs = await asyncio.to_thread(lambda: list(_drive(python, scratch, fields)))
     rates: dict[tuple[str, int], dict[str, float]] = {}
-    for run in _drive(python, scratch, job):
+    for run in runs:
         rate = run["tokens"] / run["seconds"]
         rates.setdefault((run["load"], run["round"]), {})[run["arm"]] = rate
-        print_progress(f"{run['load']} in flight, {run['arm']}: {rate:.0f} tokens/s")
     return {load.name: summarize(load, rates) for load in loads}
 
 
@@ -110,7 +104,10 @@ def _drive(python: Path, scratch: Path, job: dict[str, Any]) -> Iterator[dict[st
     ):
         assert driver.stdout is not None
         try:
-            yield from (json.loads(line) for line in driver.stdout if line.startswith("{"))
+            for line in driver.stdout:
+                if line.startswith("{"):
+                    print_progress(line.rstrip())
+                    yield json.loads(line)
             driver.wait(_DRIVER_SECONDS)
         finally:
             driver.kill()

@@ -7,7 +7,6 @@ forward pass of the same weights.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import time
@@ -28,9 +27,6 @@ from rollway.weights.transports.files import SHARD_BYTES, save_tensors
 
 Weights = dict[str, Tensor]
 Shape = dict[str, int]
-FORMAT = 2
-"""Raise it whenever the files change: a checkpoint of another format is written again."""
-MARKER = "rollway-bench.json"
 CHANGED = 0.01
 """Share of the elements that `change_some` changes."""
 
@@ -88,19 +84,13 @@ def change_some(weights: Weights, version: int) -> None:
 
 def cache_model(directory: Path, size: str, weights: Weights) -> Path:
     """Write the checkpoint into the cache unless it is there; return its directory."""
-    marker = {"format": FORMAT, "size": size}
-    try:
-        if json.loads((directory / MARKER).read_text()) == marker:
-            return directory
-    except (OSError, ValueError):
-        pass
+    if directory.exists():
+        return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Written beside its place and renamed, so that an interrupted run leaves no half checkpoint.
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         write_model(scratch, SHAPES[size], weights)
-        (scratch / MARKER).write_text(json.dumps(marker))
-        shutil.rmtree(directory, ignore_errors=True)
         scratch.rename(directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

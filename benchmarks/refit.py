@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import Say, round_floats
+from benchmarks import round_floats
 from benchmarks.real_model import (
     CHANGED,
     SHAPES,
@@ -43,7 +43,7 @@ from benchmarks.real_model import (
 )
 from rollway.aio import Stack, up
 from rollway.api import make_spec
-from rollway.cli.output import print_progress
+from rollway.cli.output import print_progress as say
 from rollway.errors import RolloutError
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir
@@ -67,49 +67,32 @@ STOCK = "stock"
 Row = dict[str, float]
 
 
-@dataclass(slots=True)
-class TransportFigures:
-    """Medians over several refits."""
-
-    seconds: float = 0.0
-    """Publishing and receiving, until the verified bytes are in the worker's memory."""
-    gb_per_s: float = 0.0
-    pause_seconds: float = 0.0
-    refit_seconds: float = 0.0
-    """The whole refit, from the trainer's tensors to serving."""
-    pause_fraction: float = 0.0
-    bytes_ratio: float = 1.0
-    """Bytes moved per byte that the worker needed."""
-    bytes_fraction: float = 1.0
-    """Bytes moved per byte of the model."""
-    ratio_to_memcpy: float = 0.0
-    speedup_over_stock: float = 0.0
-    """Ratio of `seconds`. Dynamo's own update reads, loads and packs in one step, during the pause,
-    so its `seconds` cover all of that. `refit_over_stock` compares whole refits."""
-    refit_over_stock: float = 0.0
-    pause_over_stock: float = 0.0
-    publish_seconds: float = 0.0
-    load_seconds: float = 0.0
-    prove_seconds: float = 0.0
-    prepare_seconds: float = 0.0
-    swap_seconds: float = 0.0
-    pack_seconds: float = 0.0
-    """What the worker does after the refit has returned, beside generation."""
-
-
-@dataclass(slots=True)
-class RefitFigures:
-    model_bytes: int = 0
-    memcpy_gb_per_s: float = 0.0
-    """The median over all rounds; each ratio is to the memcpy beside it."""
-    read_gb_per_s: float = 0.0
-    """The speed of one thread that only reads and sums."""
-    memcpy_ratio_limit: float = 0.0
-    """What `ratio_to_memcpy` can be with one thread: a checksum reads all bytes before the copy."""
-    transports: dict[str, TransportFigures] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        return round_floats(asdict(self), ".4f")
+_FIGURES = {
+    # Publishing and receiving, until the verified bytes are in the worker's memory. Dynamo's own
+    # update reads, loads and packs in one step, during the pause, so this covers all of that.
+    "seconds": 0.0,
+    "gb_per_s": 0.0,
+    "pause_seconds": 0.0,
+    # The whole refit, from the trainer's tensors to serving.
+    "refit_seconds": 0.0,
+    "pause_fraction": 0.0,
+    # Bytes moved per byte that the worker needed, and per byte of the model.
+    "bytes_ratio": 1.0,
+    "bytes_fraction": 1.0,
+    "ratio_to_memcpy": 0.0,
+    # Ratio of `seconds`; `refit_over_stock` compares whole refits.
+    "speedup_over_stock": 0.0,
+    "refit_over_stock": 0.0,
+    "pause_over_stock": 0.0,
+    "publish_seconds": 0.0,
+    "load_seconds": 0.0,
+    "prove_seconds": 0.0,
+    "prepare_seconds": 0.0,
+    "swap_seconds": 0.0,
+    # What the worker does after the refit has returned, beside generation.
+    "pack_seconds": 0.0,
+}
+"""The figures of a transport: medians over several refits. Stock has not all of them."""
 
 
 @dataclass(slots=True)
@@ -209,21 +192,13 @@ class _Bench:
         return Path(log).read_text(errors="replace")
 
 
-def _take_medians(rows: list[Row]) -> TransportFigures:
-    return TransportFigures(**{name: median(row[name] for row in rows) for name in rows[0]})
-
-
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
-        figures = asyncio.run(
-            bench_refit(Path(scratch), print_progress, options.megabytes, options.transports)
-        )
-    return 0, figures.as_json()
+        bench = _bench_refit(Path(scratch), options.megabytes, options.transports)
+        return 0, round_floats(asyncio.run(bench), ".4f")
 
 
-async def bench_refit(
-    scratch: Path, say: Say, megabytes: int, wanted: Sequence[str]
-) -> RefitFigures:
+async def _bench_refit(scratch: Path, megabytes: int, wanted: Sequence[str]) -> dict[str, Any]:
     """Measure the transports that `wanted` names; without names, all of them."""
     say(f"building a model of about {megabytes} MB")
     # The 1.7B's layers, of 100 MB each.
@@ -234,7 +209,6 @@ async def bench_refit(
     second = {name: tensor.clone() for name, tensor in first.items()}
     change_all(second, 1)
     policies = [first, second, _change_some(first)]
-    figures = RefitFigures(sum(tensor.nbytes for tensor in first.values()))
     say("starting the stack")
     args = {"dtype": "bfloat16", "max-model-len": 512, "max-num-seqs": 16}
     served = {"path": str(model), "name": "bench", "args": args}
@@ -245,14 +219,12 @@ async def bench_refit(
             cases = _make_cases(bench, cleanup)
             chosen = {name: case for name, case in cases.items() if not wanted or name in wanted}
             await bench.remember_answers()
-            rounds = [await _run_round(bench, chosen, number, say) for number in range(ROUNDS + 1)]
-    _add_figures(figures, rounds[1:])  # the first round opens and maps memory
-    return figures
+            rounds = [await _run_round(bench, chosen, number) for number in range(ROUNDS + 1)]
+    model_bytes = sum(tensor.nbytes for tensor in first.values())
+    return _compute_figures(model_bytes, rounds[1:])  # the first round opens and maps memory
 
 
-async def _run_round(
-    bench: _Bench, cases: dict[str, _Case], number: int, say: Say
-) -> dict[str, Row]:
+async def _run_round(bench: _Bench, cases: dict[str, _Case], number: int) -> dict[str, Row]:
     """Refit by each transport and by stock, each round in another order."""
     names = [STOCK, *cases]
     first = number % len(names)
@@ -312,24 +284,32 @@ def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
     return cases
 
 
-def _add_figures(figures: RefitFigures, rounds: list[dict[str, Row]]) -> None:
+def _compute_figures(model_bytes: int, rounds: list[dict[str, Row]]) -> dict[str, Any]:
     """Take medians; ratios are taken within a round, because the load of a machine changes."""
     for rows in rounds:
         stock = rows[STOCK]
         for row in rows.values():
             row["pause_fraction"] = row["pause_seconds"] / row["refit_seconds"]
-            row["gb_per_s"] = figures.model_bytes / row["seconds"] / 1e9
+            row["gb_per_s"] = model_bytes / row["seconds"] / 1e9
             row["ratio_to_memcpy"] = row["gb_per_s"] / row["memcpy"]
             row["speedup_over_stock"] = stock["seconds"] / row["seconds"]
             row["refit_over_stock"] = row["refit_seconds"] / stock["refit_seconds"]
             row["pause_over_stock"] = row["pause_seconds"] / stock["pause_seconds"]
     all_rows = [row for rows in rounds for row in rows.values()]
     limits = [row["read"] / (row["read"] + row["memcpy"]) for row in all_rows]
-    figures.memcpy_ratio_limit = median(limits)
-    figures.memcpy_gb_per_s = median(row.pop("memcpy") for row in all_rows)
-    figures.read_gb_per_s = median(row.pop("read") for row in all_rows)
-    for name in rounds[0]:
-        figures.transports[name] = _take_medians([rows[name] for rows in rounds])
+    return {
+        "model_bytes": model_bytes,
+        # The median over all rounds; each ratio is to the memcpy beside it.
+        "memcpy_gb_per_s": median(row.pop("memcpy") for row in all_rows),
+        # The speed of one thread that only reads and sums.
+        "read_gb_per_s": median(row.pop("read") for row in all_rows),
+        # What `ratio_to_memcpy` can be with one thread: a checksum reads all bytes before the copy.
+        "memcpy_ratio_limit": median(limits),
+        "transports": {
+            name: _FIGURES | {key: median(rows[name][key] for rows in rounds) for key in row}
+            for name, row in rounds[0].items()
+        },
+    }
 
 
 def _measure_memcpy(state: Weights) -> tuple[float, float]:

@@ -126,7 +126,7 @@ async def bench_live(
     for workers, routing in product(counts, ROUTINGS):
         tally = await _send_live(adapt_spec(spec, routing, workers), workers, groups)
         rows.append(_make_figures(tally, workers, routing))
-        say(f"live: {_format(rows[-1])}")
+        say(f"live: {rows[-1]}")
     return rows
 
 
@@ -135,7 +135,7 @@ def bench_replay(counts: Sequence[int], groups: int | None, say: Say) -> list[Fi
     for workers, routing in product(counts, ROUTINGS):
         tally = replay(groups or GROUPS_PER_WORKER * workers, workers, routing)
         rows.append(_make_figures(tally, workers, routing))
-        say(f"replay: {_format(rows[-1])}")
+        say(f"replay: {rows[-1]}")
     return rows
 
 
@@ -212,10 +212,3 @@ def _describe_machine() -> dict[str, Any]:
 def _make_figures(tally: Tally, workers: int, routing: Routing) -> Figures:
     hits, ttft = round(tally.hit_rate, 4), round(tally.ttft_mean_seconds, 4)
     return Figures(workers, routing, hits, ttft, round(tally.makespan_seconds, 4), tally.requests)
-
-
-def _format(figures: Figures) -> str:
-    return (
-        f"{figures.workers} workers, {figures.routing}: hits {figures.hit_rate:.3f}, "
-        f"first token {figures.ttft_mean_seconds:.3f} s, all done {figures.makespan_seconds:.2f} s"
-    )

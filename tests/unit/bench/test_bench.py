@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.curator import make_report
-from benchmarks.observe import ObserveBench, compare
+from benchmarks.observe import compare
 from benchmarks.prime_rl import Load, summarize
 from benchmarks.ray import bench_planning
 from rollway.cli import main
@@ -40,13 +40,15 @@ def test_a_large_stack_is_placed_whole_on_ray() -> None:
 def test_an_interrupted_run_prints_what_it_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def measure(part: str, options: object, figures: dict[str, object]) -> None:
+        figures["rounds"] = 3
+        if part == "vllm":
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("benchmarks.__main__.require", lambda *_: None)
-    monkeypatch.setattr(ObserveBench, "run", interrupt)
+    monkeypatch.setattr("benchmarks.observe._measure_part", measure)
     assert main(["bench", "observe", "--json"]) == 130
-    assert json.loads(capsys.readouterr().out)["is_interrupted"] is True
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["is_interrupted"] is True and printed["mockers"] == {"rounds": 3}
 
 
 @pytest.mark.parametrize(
