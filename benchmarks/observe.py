@@ -34,6 +34,7 @@ from rollway.aio import Stack, up
 from rollway.cli.output import print_progress as say
 from rollway.demo.placement import choose_shared_gpu
 from rollway.errors import RollwayError, UsageError, require
+from rollway.observe.traces import ENDPOINTS
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.spec import StackSpec
@@ -49,7 +50,6 @@ INTERVAL_SECONDS = 2.0
 _WARM_UP_SECONDS = 3.0
 _SPAN_SECONDS = 1.0
 """How often Dynamo sends its spans; it must have sent them before the next turn."""
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PEERS = "benchmarks.observe_peers"
 _DASH = ("rollway.cli", "dash", "bench-on", "--json", "--port", "0", "--no-open")
 
@@ -126,8 +126,10 @@ async def _measure_throughput(
         on_spec = StackSpec(**spec, name="bench-on", observe=observe, env=env)
         with set_endpoint(None):
             off = await cleanup.enter_async_context(up(off_spec))
-        with set_endpoint(f"{traces['url']}/v1/traces" if not options.no_traces else None):
-            on = await cleanup.enter_async_context(up(on_spec))
+        # Until the end: OpenTelemetry's SDK reads it with the first span.
+        url = None if options.no_traces else f"{traces['url']}/v1/traces"
+        cleanup.enter_context(set_endpoint(url))
+        on = await cleanup.enter_async_context(up(on_spec))
         dash, dashboard = await cleanup.enter_async_context(start_child(*_DASH))
         look = start_child(_PEERS, "look", dashboard["url"])
         page, _ = await cleanup.enter_async_context(look)
