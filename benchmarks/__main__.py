@@ -1,4 +1,6 @@
-"""The arguments of `rollway bench …`, also `python -m benchmarks …`; it imports no command."""
+"""The arguments of `rollway bench …`, also `python -m benchmarks …`.
+
+Each command is a module, whose `run` returns the exit code and the figures."""
 
 from __future__ import annotations
 
@@ -7,11 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rollway.cli import run_command
 from rollway.cli.arguments import SET, add_quiet, add_spec, make_group
+from rollway.errors import require
 
-Add = Callable[[str, str], argparse.ArgumentParser]
+Add = Callable[..., argparse.ArgumentParser]
+"""Adds a command: its name, its help, and the packages that it needs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,11 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rollway bench", description=text)
     make = make_group(parser)
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
+    def add(name: str, text: str, *packages: str) -> argparse.ArgumentParser:
         def run(options: argparse.Namespace) -> int:
-            commands = import_module("benchmarks.commands")
-            code: int = getattr(commands, name.replace("-", "_"))(options)
-            return code
+            from rollway.cli.output import print_result  # not for `--help`
+
+            require(*packages)
+            module = import_module(f"benchmarks.{name.replace('-', '_')}")
+            code, figures = module.run(options)
+            print_result(options, figures, _print_lines)
+            return int(code)
 
         return make(name, run, text)
 
@@ -32,8 +41,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(parser, arguments)
 
 
+def _print_lines(value: Any, name: str = "") -> None:
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            _print_lines(entry, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for number, entry in enumerate(value):
+            _print_lines(entry, f"{name}.{number}")
+    else:
+        print(f"{name}: {value}")
+
+
 def _add_commands(add: Add) -> None:
-    add_spec(add("fleet", "list and refit many workers, against one"), "a file")
+    torch = ("torch", "transformers")
+    engine = (*torch, "vllm", "dynamo")
+    parser = add("fleet", "list and refit many workers, against one", *torch)
+    add_spec(parser, "a file")
     parser = add("router", "prefix hits and times, by how requests are routed")
     add_spec(parser, "a stack file (without: only the replay)")
     parser.add_argument("--workers", default="4,8,16,32", metavar="N,M", help="default 4,8,16,32")
@@ -41,18 +64,18 @@ def _add_commands(add: Add) -> None:
     parser.add_argument("--no-live", action="store_true", help="do not start stacks")
     parser.add_argument("--no-replay", action="store_true", help="skip the offline replay")
     add_quiet(parser)
-    parser = add("curator", "Curator's own backend and ours, one pipeline each")
+    parser = add("curator", "Curator's own backend and ours, one pipeline each", *torch, "dynamo")
     _add_python(parser, "curator", "Curator")
-    parser = add("prime-rl", "prime-rl's clients through the server, and without")
+    parser = add("prime-rl", "prime-rl's clients through the server, and without", *engine)
     _add_python(parser, "prime-rl", "renderers")
     add_only(parser)
-    parser = add("refit", "load new weights into a worker, over every transport")
+    parser = add("refit", "load new weights into a worker, over every transport", *torch)
     parser.add_argument("--megabytes", type=int, default=520, help="size of the model")
     text = "only these (and stock)"
     parser.add_argument("transports", nargs="*", metavar="TRANSPORT", help=text)
-    parser = add("rollout", "the client and the gateway, against others")
+    parser = add("rollout", "the client and the gateway, against others", *torch, "openai")
     parser.add_argument("--no-real", action="store_true", help="mockers only, no real engine")
-    parser = add("gateway", "many requests; memory and files must not grow")
+    parser = add("gateway", "many requests; memory and files must not grow", *torch)
     add_spec(parser, "a stack file; a stand-in without it")
     parser.add_argument("--requests", type=int, default=100_000, help="how many (default 100000)")
     parser.add_argument("--agents", type=int, default=64, help="how many at once (default 64)")
@@ -64,8 +87,8 @@ def _add_commands(add: Add) -> None:
     parser.add_argument("--no-traces", action="store_true", help="all of it but traces")
     add("plan", "planning weight transfers of large models")
     add_only(add("ray", "placing a stack on a Ray cluster of 1,000 nodes"))
-    _add_exactness(add("exactness", "trainer against engine, split by cause"))
-    _add_gpu_engine(add("gpu-engine", "refits of a model of real size"))
+    _add_exactness(add("exactness", "trainer against engine, split by cause", *engine))
+    _add_gpu_engine(add("gpu-engine", "refits of a model of real size", *engine))
 
 
 def _add_exactness(parser: argparse.ArgumentParser) -> None:

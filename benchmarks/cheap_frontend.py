@@ -1,7 +1,5 @@
 """A stand-in for a Dynamo frontend that answers immediately, so that only the gateway is measured.
 
-    python -m benchmarks.cheap_frontend        # prints its address, exits when its stdin closes
-
 It accepts the gateway's requests and returns invented token ids and log-probs.
 """
 
@@ -10,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from aiohttp import web
+
+from benchmarks.children import serve
 
 MODEL = "cheap"
 _CONTEXT = 4096
@@ -89,17 +88,5 @@ def _json(body: dict[str, Any]) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
-async def _serve() -> None:
-    runner = web.AppRunner(_make_app(), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
-    print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
-    try:
-        # The parent process holds the other end of stdin: end of file means that it has exited.
-        await asyncio.to_thread(sys.stdin.buffer.read)
-    finally:
-        await runner.cleanup()
-
-
 if __name__ == "__main__":
-    asyncio.run(_serve())
+    asyncio.run(serve(_make_app()))

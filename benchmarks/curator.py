@@ -12,16 +12,19 @@ So its start is measured without what costs it most.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.inputs import build_demo_model
 from chaos import make_environment
+from rollway.cli.output import print_progress
 from rollway.errors import RollwayError, UsageError
 
 ROUNDS = 3
@@ -34,15 +37,8 @@ LIMITS = {"ready": 1.0, "stop": 1.0, "rows": 0.98}
 """Ours against theirs: times at most, rates at least."""
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One start and one stop of a backend."""
-
-    backend: str
-    ready_seconds: float
-    stop_seconds: float
-
-
+Round = dict[str, Any]
+"""One start and one stop of a `backend`: `ready_seconds` and `stop_seconds`."""
 Rows = dict[str, list[float]]
 """By backend: rows per second of pipelines that alternate, in pairs, between the two."""
 
@@ -51,9 +47,9 @@ def make_report(rounds: list[Round], rows: Rows) -> dict[str, Any]:
     """Return medians, and ours against theirs; rows are compared within a pair."""
     medians: dict[str, dict[str, float]] = {}
     for backend in ("curator", "rollway"):
-        own = [result for result in rounds if result.backend == backend]
+        own = [result for result in rounds if result["backend"] == backend]
         medians[backend] = {
-            **{name: statistics.median(getattr(r, name) for r in own) for name in FIGURES},
+            **{name: statistics.median(result[name] for result in own) for name in FIGURES},
             "rows_per_second": statistics.median(rows[backend]),
         }
     pairs = zip(rows["curator"], rows["rollway"], strict=True)
@@ -61,7 +57,7 @@ def make_report(rounds: list[Round], rows: Rows) -> dict[str, Any]:
     lower, middle, upper = statistics.quantiles(ratios, n=4)
     theirs, ours = medians["curator"], medians["rollway"]
     return {
-        "rounds": [asdict(r) for r in rounds],
+        "rounds": rounds,
         "medians": medians,
         "ready": ours["ready_seconds"] / theirs["ready_seconds"],
         "stop": ours["stop_seconds"] / theirs["stop_seconds"],
@@ -72,22 +68,20 @@ def make_report(rounds: list[Round], rows: Rows) -> dict[str, Any]:
     }
 
 
-def bench_curator(
-    python: Path, engine: Path, model: Path, scratch: Path, progress: Callable[[str], None]
-) -> dict[str, Any]:
-    """Start a cluster in Curator's environment, and measure both backends in it, in turns.
-
-    Args:
-        python: the interpreter of the environment with Curator.
-        engine: the interpreter of the environment with Dynamo, and with etcd and NATS beside it.
-        model: a checkpoint whose tokenizer the mockers use.
-        scratch: where Ray and both backends write their files.
-        progress: called with a line for each round.
-    """
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    python = options.curator_python.absolute()
     if not python.exists():
         raise UsageError(
             f"There is no interpreter {python}.", "Run `make setup-curator`, or name another."
         )
+    with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+        return 0, _bench_curator(python, Path(scratch))
+
+
+def _bench_curator(python: Path, scratch: Path) -> dict[str, Any]:
+    """Start a cluster in Curator's environment, which `python` is of, and measure both backends in
+    it, in turns. Ray and both backends write to `scratch`."""
+    engine, model = Path(sys.executable), build_demo_model()
     shim = _write_shim(scratch / "shim")
     env = {
         **make_environment(),
@@ -111,8 +105,8 @@ def bench_curator(
             for line in driver.stdout:
                 entry = json.loads(line) if line.startswith("{") else {}
                 if "backend" in entry:
-                    rounds.append(Round(**entry))
-                    progress(_describe(rounds[-1]))
+                    rounds.append(entry)
+                    print_progress(json.dumps(entry))
                 elif entry:
                     rows = entry
         finally:
@@ -123,13 +117,6 @@ def bench_curator(
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
         raise RollwayError(f"The measurement ended with status {driver.returncode}:\n{tail}")
     return make_report(rounds, rows)
-
-
-def _describe(result: Round) -> str:
-    return (
-        f"{result.backend}: ready in {result.ready_seconds:.1f} s, stopped in "
-        f"{result.stop_seconds:.1f} s"
-    )
 
 
 def _write_shim(directory: Path) -> Path:

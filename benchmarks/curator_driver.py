@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from nemo_curator.backends.ray_data import RayDataExecutor
@@ -23,7 +22,6 @@ from nemo_curator.pipeline import Pipeline
 from nemo_curator.stages.synthetic.qa_multilingual_synthetic import QAMultilingualSyntheticStage
 from ray.cluster_utils import Cluster
 
-from benchmarks.curator import Round
 from rollway.integrations.curator import InferenceServer, RollwayServerConfig
 from rollway.integrations.curator.backend import make_launcher_fields
 from rollway.integrations.curator.translate import make_fields, make_stack_name
@@ -47,7 +45,7 @@ def main() -> None:
             order = ("curator", "rollway") if number % 2 == 0 else ("rollway", "curator")
             for backend in order:
                 server = _make_server(backend, model, replicas, number)
-                print(json.dumps(asdict(_measure(backend, server))), flush=True)
+                print(json.dumps(_measure(backend, server)), flush=True)
         servers = {b: _make_server(b, model, replicas, rounds) for b in ("curator", "rollway")}
         print(json.dumps(_compare_rows(servers, rows)), flush=True)
 
@@ -80,13 +78,14 @@ def _make_server(backend: str, model: str, replicas: int, number: int) -> Any:
     return InferenceServer(models=[], backend=RollwayServerConfig(stack=stack), port=8010)
 
 
-def _measure(backend: str, server: Any) -> Round:
+def _measure(backend: str, server: Any) -> dict[str, Any]:
     began = time.perf_counter()
     server.start()
     ready = time.perf_counter() - began
     began = time.perf_counter()
     server.stop()
-    return Round(backend, ready, time.perf_counter() - began)
+    stop = time.perf_counter() - began
+    return {"backend": backend, "ready_seconds": ready, "stop_seconds": stop}
 
 
 def _compare_rows(servers: dict[str, Any], rows: int) -> dict[str, list[float]]:

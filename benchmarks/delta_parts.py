@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu_load import synchronize
+from benchmarks.real_model import Weights
 from rollway.weights.digest.changes import RunningSums, compare_pairs
 from rollway.weights.digest.checksums import integers, word_sums
 from rollway.weights.offer import Offer
@@ -25,11 +25,10 @@ from rollway.weights.transports.delta.reader import read_elements, write_element
 from rollway.weights.transports.delta.unpacking import add_bits
 
 ROUNDS = 3
-State = dict[str, Tensor]
 
 
 def measure_parts(
-    weights: State, change: Callable[[State, int], None], scratch: Path
+    weights: Weights, change: Callable[[Weights, int], None], scratch: Path
 ) -> dict[str, Any]:
     """Return the median seconds of each part, for a delta of `weights` on their own device."""
     parts = _Parts(weights, next(iter(weights.values())).device)
@@ -51,7 +50,7 @@ def measure_parts(
 
 
 class _Parts:
-    def __init__(self, weights: State, device: torch.device) -> None:
+    def __init__(self, weights: Weights, device: torch.device) -> None:
         self.seconds: dict[str, list[float]] = {}
         self._weights, self._device = weights, device
 
@@ -63,7 +62,7 @@ class _Parts:
         self.seconds.setdefault(name, []).append(time.perf_counter() - began)
         return result
 
-    def receive(self, before: Offer, offer: Offer, old: State) -> None:
+    def receive(self, before: Offer, offer: Offer, old: Weights) -> None:
         """Read a delta, and write it into `old`; raise unless that gives the new weights."""
         reader = DeltaReader()
         reader.headers(before)
@@ -84,7 +83,7 @@ class _Parts:
             raise RuntimeError("a delta does not lead to the weights that were published")
 
 
-def _prepare_comparison(old: State, new: State) -> Callable[[], object]:
+def _prepare_comparison(old: Weights, new: Weights) -> Callable[[], object]:
     """Return a function that compares as a publisher does."""
     pairs = [(integers(old[name]), integers(new[name])) for name in old]
     if pairs[0][0].device.type != "cpu":

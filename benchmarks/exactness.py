@@ -15,10 +15,12 @@ The `trainer:` rows compute the trainer's log-probs in other ways. docs/exactnes
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 from benchmarks import Say, round_floats
 from benchmarks.gpu_load import PROMPT_TOKENS, make_prompts
 from benchmarks.real_model import (
+    SHAPES,
     Reference,
     Weights,
     cache_model,
@@ -38,6 +41,8 @@ from benchmarks.real_model import (
 from examples.exactness.mismatch import Mismatch, Values, mismatch, split_mismatch
 from rollway.aio import Stack, up
 from rollway.api import make_spec
+from rollway.cli.arguments import pick_fields
+from rollway.cli.output import print_progress
 from rollway.demo.placement import make_float32_env
 from rollway.errors import UsageError
 from rollway.rollout.client import Rollout
@@ -70,7 +75,6 @@ class ExactnessOptions:
     tokens: int = 64
     batch_invariant: bool = False
     eager: bool = False
-    gpu_memory_utilization: float = 0.4
     overrides: tuple[str, ...] = ()
 
 
@@ -96,7 +100,7 @@ def describe_exact_stack(options: ExactnessOptions, path: str, *, on_gpu: bool) 
     if options.head == "float32":
         args["hf-overrides"] = {"head_dtype": "float32"}
     if on_gpu:
-        args["gpu-memory-utilization"] = options.gpu_memory_utilization
+        args["gpu-memory-utilization"] = 0.4
         args["enforce-eager"] = options.eager
         if options.dtype == "float32":
             env |= make_float32_env()
@@ -159,7 +163,7 @@ class ExactnessBench:
                 f"vLLM's batch-invariant mode cannot run here: {reason}.",
                 "Leave --batch-invariant, or run this on a GPU of compute capability 8.0 or more.",
             )
-        self.weights = draw_weights(options.model, self.device)
+        self.weights = draw_weights(SHAPES[options.model], self.device)
         cache = preset.cache_dir() / f"bench-{options.model}"
         path = cache_model(cache, options.model, self.weights)
         spec = describe_exact_stack(options, str(path), on_gpu=self.device.type == "cuda")
@@ -251,8 +255,7 @@ class ExactnessBench:
         if self.options.dtype == "float32":
             return
 
-        def pick(logits: Tensor, ids: Tensor) -> Tensor:
-            return pick_logprobs(logits, ids, PROMPT_TOKENS)
+        pick = partial(pick_logprobs, prompt_length=PROMPT_TOKENS)
 
         def pick_rounded(logits: Tensor, ids: Tensor) -> Tensor:
             """Softmax in bfloat16, as `log_softmax` of a model's own logits does."""
@@ -333,7 +336,12 @@ class ExactnessBench:
         return round_floats({**about, **self.figures, "rows": rows}, ".5g")
 
 
-def run_command(options: ExactnessOptions, say: Say) -> tuple[int, dict[str, Any]]:
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    fields = pick_fields(ExactnessOptions, options)
+    return run_bench(ExactnessOptions(**fields, overrides=tuple(options.set)), print_progress)
+
+
+def run_bench(options: ExactnessOptions, say: Say) -> tuple[int, dict[str, Any]]:
     """Run the benchmark; return the exit code and the figures."""
     if min(options.rollouts, options.tokens) < 1:
         raise UsageError("--rollouts and --tokens must be positive.", "Give at least 1 for each.")

@@ -7,16 +7,18 @@ how many times a refit waits for workers that answer late.
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import statistics
 import time
 from collections.abc import Awaitable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import round_floats
+from benchmarks.inputs import read_spec
 from rollway.api import up
-from rollway.errors import NoWorkers
+from rollway.errors import NoWorkers, UsageError
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.membership import Membership
@@ -28,33 +30,14 @@ _REPEATS = 5
 _ORDERS = 400
 
 
-@dataclass(slots=True)
-class FleetFigures:
-    """Seconds, and the ratios."""
-
-    workers: int
-    probe_seconds: float
-    """The slowest of several requests for a worker's version."""
-    order_seconds: float
-    """The time that a signature adds to an admin call: the difference of the medians."""
-    listing_seconds: float
-    listing_ratio: float
-    alone_seconds: float
-    """The slowest of several refits of a single worker."""
-    refit_seconds: float
-    refit_ratio: float
-    paused_seconds: float
-    calls: int
-    """The most admin calls that a later refit made to one worker."""
-    outside_seconds: float
-    """The median of later refits without their pause."""
-    outside_ratio: float
-
-    def as_json(self) -> dict[str, Any]:
-        return round_floats(asdict(self), ".6f")
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    spec = read_spec(options)
+    if spec is None:
+        raise UsageError("No stack is named.", "Give a stack file: rollway bench fleet -f FILE.")
+    return 0, round_floats(asyncio.run(_bench_fleet(spec)), ".6f")
 
 
-async def bench_fleet(spec: StackSpec) -> FleetFigures:
+async def _bench_fleet(spec: StackSpec) -> dict[str, Any]:
     path = Path(spec.models[0].path)
     async with up(spec) as stack, Http() as http:
         await stack.unwatch()  # the watcher's listings would disturb the measurement
@@ -66,33 +49,38 @@ async def bench_fleet(spec: StackSpec) -> FleetFigures:
         if not workers:
             raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
         sample = workers[:_REPEATS]
-        probe = max([await measure(fleet.admin.weight_version(worker)) for worker in sample])
+        probe = max([await _measure(fleet.admin.weight_version(worker)) for worker in sample])
         order = await _measure_signature(http, workers[0], secret)
-        listing = statistics.median([await measure(fleet.workers()) for _ in range(_REPEATS)])
-        singles = [make_single(http, fleet, worker, secret) for worker in sample]
-        alone = max([await measure(single.refit(1, path)) for single in singles])
+        listing = statistics.median([await _measure(fleet.workers()) for _ in range(_REPEATS)])
+        singles = [_make_single(http, fleet, worker, secret) for worker in sample]
+        alone = max([await _measure(single.refit(1, path)) for single in singles])
         began = time.monotonic()
         report = await fleet.refit(2, path)
         seconds = time.monotonic() - began
         later = [await fleet.refit(3 + turn, path) for turn in range(_REPEATS)]
     outside = statistics.median([refit.seconds - refit.paused_seconds for refit in later])
-    return FleetFigures(
-        workers=len(workers),
-        probe_seconds=probe,
-        order_seconds=order,
-        listing_seconds=listing,
-        listing_ratio=listing / probe,
-        alone_seconds=alone,
-        refit_seconds=seconds,
-        refit_ratio=seconds / alone,
-        paused_seconds=report.paused_seconds,
-        calls=max(worker.calls for refit in later for worker in refit.workers),
-        outside_seconds=outside,
-        outside_ratio=outside / probe,
-    )
+    return {
+        "workers": len(workers),
+        # The slowest of several requests for a worker's version.
+        "probe_seconds": probe,
+        # What a signature adds to an admin call: the difference of the medians.
+        "order_seconds": order,
+        "listing_seconds": listing,
+        "listing_ratio": listing / probe,
+        # The slowest of several refits of a single worker.
+        "alone_seconds": alone,
+        "refit_seconds": seconds,
+        "refit_ratio": seconds / alone,
+        "paused_seconds": report.paused_seconds,
+        # The most admin calls that a later refit made to one worker.
+        "calls": max(worker.calls for refit in later for worker in refit.workers),
+        # The median of later refits without their pause.
+        "outside_seconds": outside,
+        "outside_ratio": outside / probe,
+    }
 
 
-async def measure(call: Awaitable[object]) -> float:
+async def _measure(call: Awaitable[object]) -> float:
     """Return the seconds of a call."""
     began = time.monotonic()
     await call
@@ -113,7 +101,7 @@ async def _measure_signature(http: Http, worker: Worker, secret: str) -> float:
     return statistics.median(seconds[True]) - statistics.median(seconds[False])
 
 
-def make_single(http: Http, fleet: Fleet, worker: Worker, secret: str) -> Fleet:
+def _make_single(http: Http, fleet: Fleet, worker: Worker, secret: str) -> Fleet:
     """Make a fleet of this worker alone; it refits by the same procedure."""
     single = Fleet(http, fleet.membership.source, admin=fleet.admin, secret=secret)
     single.membership = _SingleMembership(http, fleet.membership.source, worker)

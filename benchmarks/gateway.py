@@ -7,10 +7,10 @@ sizes of the journal and the logs, and compares the last tenth of the run with t
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import json
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -22,14 +22,15 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks import Say
 from benchmarks.cheap_frontend import MODEL
-from chaos import make_environment
-from chaos.clients import Manner, Vanished, call
+from benchmarks.children import start_child
+from benchmarks.inputs import build_demo_model, read_spec
+from chaos.agents import Answer
+from chaos.clients import Manner, Reply, Vanished, call
 from chaos.gateway_process import GatewayProcess, size_of, size_of_store
-from rollway import processes
 from rollway.api import up
-from rollway.errors import RollwayError, StartError
+from rollway.cli.output import print_progress
+from rollway.errors import RollwayError, UsageError
 from rollway.rollout.sequence import TokenSequence
 from rollway.spec import StackSpec
 from rollway.stack.state import StackDir
@@ -104,13 +105,20 @@ class GatewayLoad:
         return {**asdict(self), "flat": self.flat}
 
 
-async def bench_gateway_load(
-    spec: StackSpec | None, *, requests: int, agents: int, tokenizer: str, say: Say
-) -> GatewayLoad:
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    if options.requests < 1000 or options.agents < 1:
+        raise UsageError(
+            "That is too little to measure growth.", "Give at least 1000 requests and one agent."
+        )
+    load = asyncio.run(_bench_gateway(read_spec(options), options.requests, options.agents))
+    return (0 if load.flat else 1), load.as_json()
+
+
+async def _bench_gateway(spec: StackSpec | None, requests: int, agents: int) -> GatewayLoad:
     """Send requests through a gateway, to a stack or, without `spec`, to a stand-in."""
     with tempfile.TemporaryDirectory(prefix="rollway-bench-gateway-") as scratch:
         directory = Path(scratch)
-        async with _start_upstream(spec, tokenizer) as (arguments, logs):
+        async with _start_upstream(spec) as (arguments, logs):
             journal = directory / "gateway.sqlite"
             gateway = GatewayProcess(
                 [*arguments, "--journal", str(journal)], directory / "gateway.log", bound=_BOUND
@@ -118,16 +126,14 @@ async def bench_gateway_load(
             await gateway.start()
             try:
                 load = GatewayLoad(agents=agents)
-                await _Run(gateway, journal, [gateway.log, *logs], requests, say, load).run()
+                await _Run(gateway, journal, [gateway.log, *logs], requests, load).run()
                 return load
             finally:
                 await gateway.stop()
 
 
 @asynccontextmanager
-async def _start_upstream(
-    spec: StackSpec | None, tokenizer: str
-) -> AsyncIterator[tuple[list[str], list[Path]]]:
+async def _start_upstream(spec: StackSpec | None) -> AsyncIterator[tuple[list[str], list[Path]]]:
     """Start the gateway's upstream; yield the gateway's arguments and the paths of logs."""
     if spec is not None:
         async with up(spec) as stack:
@@ -135,22 +141,9 @@ async def _start_upstream(
             assert state is not None
             yield [stack.name], [Path(state.log_dir)]
         return
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.cheap_frontend",
-        env=make_environment(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        preexec_fn=processes.die_with_parent,
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        url = (await process.stdout.readline()).decode().strip()
-        if not url:
-            raise StartError(
-                "The stand-in for a frontend did not start.", "Its error is on stderr."
-            )
+    async with start_child("benchmarks.cheap_frontend") as (_, ready):
+        url, tokenizer = ready["url"], str(build_demo_model())
         yield [url, "--rl-url", url, "--model", MODEL, "--tokenizer", tokenizer], []
-    finally:
-        process.stdin.close()
-        await process.wait()
 
 
 @dataclass(slots=True)
@@ -161,7 +154,6 @@ class _Run:
     journal: Path
     logs: list[Path]
     total: int
-    say: Say
     figures: GatewayLoad
     http: aiohttp.ClientSession = field(init=False)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -173,7 +165,8 @@ class _Run:
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=_BOUND)
         async with aiohttp.ClientSession(base, connector=connector, timeout=timeout) as self.http:
-            self.model = (await self._request("GET", "/v1/models"))["data"][0]["id"]
+            models = json.loads(await self._request("GET", "/v1/models"))
+            self.model = models["data"][0]["id"]
             self.figures.requests = 0
             self.began = time.monotonic()
             async with asyncio.TaskGroup() as tasks:
@@ -204,7 +197,7 @@ class _Run:
         if vanishes:
             await self._vanish(session, {**body, "stream": True})
         path = f"/v1/rollway/trajectories/{session}"
-        fetched = await self._request("GET", path)
+        fetched = json.loads(await self._request("GET", path))
         sequences = [TokenSequence.from_json(raw) for raw in fetched["trajectories"]]
         sampled = sum(sum(sequence.loss_mask) for sequence in sequences)
         # A turn whose client disconnected may or may not be recorded.
@@ -215,11 +208,11 @@ class _Run:
 
     async def _chat(self, session: str, body: dict[str, Any]) -> str:
         headers = {"x-rollway-session": session}
-        answer = await self._request("POST", "/v1/chat/completions", body, headers)
-        if not body["stream"]:
-            return str(answer["choices"][0]["message"]["content"])
-        choices = [choice for event in answer for choice in event["choices"]]
-        return "".join(choice["delta"].get("content") or "" for choice in choices)
+        raw = await self._request("POST", "/v1/chat/completions", body, headers)
+        answer = Answer.read(Reply(200, raw))
+        if answer.status != 200 or answer.trouble:
+            raise RollwayError(f"An answer is {answer.status}: {answer.trouble}")
+        return answer.text
 
     async def _vanish(self, session: str, body: dict[str, Any]) -> None:
         """Send a request and disconnect when the answer begins."""
@@ -233,19 +226,13 @@ class _Run:
 
     async def _request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> Any:
-        """Return the decoded answer: an object, or the list of a stream's events."""
+    ) -> bytes:
         async with self.http.request(method, path, json=body, headers=headers) as response:
             raw = await response.read()
             if response.status != 200:
                 raise RollwayError(f"{method} {path}: {response.status}, {raw[:200]!r}")
         self._count()
-        if not raw.startswith(b"data:"):
-            return json.loads(raw)
-        lines = [line[5:].strip() for line in raw.split(b"\n") if line.startswith(b"data:")]
-        if lines[-1] != b"[DONE]":
-            raise RollwayError(f"{method} {path}: a stream without an end, {raw[-200:]!r}")
-        return [json.loads(line) for line in lines[:-1]]
+        return raw
 
     def _count(self) -> None:
         """Count a request; sample and print the gateway's resources at regular intervals."""
@@ -262,7 +249,7 @@ class _Run:
             )
             figures.samples.append(sample)
         if figures.requests % max(1, self.total // 20) == 0 and figures.samples:
-            self.say(_format_sample(figures.samples[-1]))
+            print_progress(json.dumps(asdict(figures.samples[-1])))
 
     def _summarize(self) -> None:
         figures, samples = self.figures, self.figures.samples
@@ -284,14 +271,6 @@ def _summarize(samples: list[Sample]) -> Tenth:
         journal_mib=_mebibytes(median(sample.journal for sample in samples)),
         log_per_request=round((samples[-1].log - samples[0].log) / count, 1),
         requests_per_second=round(count / seconds, 1),
-    )
-
-
-def _format_sample(sample: Sample) -> str:
-    return (
-        f"{sample.requests} requests, {sample.seconds:.0f} s: "
-        f"{_mebibytes(sample.memory)} MiB, {sample.descriptors} descriptors, "
-        f"journal {_mebibytes(sample.journal)} MiB, logs {_mebibytes(sample.log)} MiB"
     )
 
 

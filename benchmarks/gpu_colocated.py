@@ -14,6 +14,7 @@ import gc
 import json
 import time
 from collections.abc import Sequence
+from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,9 +130,7 @@ def fit_slope(values: Sequence[float]) -> float:
     """Return by how much values grow from one to the next, by least squares."""
     if len(values) < 2:
         return 0.0
-    middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
-    spread = sum((x - middle) ** 2 for x in range(len(values)))
-    return sum((x - middle) * (value - mean) for x, value in enumerate(values)) / spread
+    return linear_regression(range(len(values)), values).slope
 
 
 class _Clock:

@@ -17,10 +17,12 @@ is interrupted loses nothing.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -30,36 +32,53 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from benchmarks import Say, round_floats
 from benchmarks.delta_parts import measure_parts
 from benchmarks.gpu_colocated import measure_colocated
-from benchmarks.gpu_load import Load, MemoryWatch, make_prompts, measure_limits, synchronize
-from benchmarks.gpu_options import PARTS, UNDER_LOAD, Options, describe_stack
+from benchmarks.gpu_load import (
+    PROMPT_TOKENS,
+    Load,
+    MemoryWatch,
+    make_prompts,
+    measure_limits,
+    synchronize,
+)
+from benchmarks.inputs import read_parts
 from benchmarks.offline import measure_by_turns, measure_offline
 from benchmarks.real_model import (
+    SHAPES,
+    Reference,
     Weights,
     cache_model,
     change_all,
     change_some,
     draw_weights,
+    update_by_stock,
     write_model,
 )
 from rollway.aio import Stack, up
+from rollway.api import make_spec
+from rollway.cli.arguments import pick_fields
+from rollway.cli.output import print_progress
+from rollway.errors import UsageError
 from rollway.fleet.report import RefitMode
 from rollway.publishing import Transport
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.spec import StackSpec
 from rollway.stack.preset import cache_dir
-from rollway.versions import taint_of
 
-if TYPE_CHECKING:
-    from benchmarks.real_model import Reference
-
+PARTS = (
+    "limits", "throughput", "cuda_ipc", "cuda_ipc_in_place", "shm", "files", "delta", "in-flight",
+    "keep", "pause-all", "stock", "offline", "lost",
+)  # fmt: skip
+ON_REQUEST = ("colocated", "by-turns")
+"""Parts that run only if they are named: they need another engine, or a second one."""
+UNDER_LOAD: tuple[RefitMode, ...] = ("in-flight", "keep", "pause-all")
 Change = Callable[[Weights, int], None]
 _CHECKED = 8
 """How many rollouts are compared with the trainer's forward pass after a refit."""
@@ -67,6 +86,72 @@ _PART_SECONDS = 240.0
 """The longest time of one part: a part that hangs must leave time for the others."""
 _COLOCATED_SECONDS = 900.0
 _TURNS_SECONDS = 480.0
+
+
+@dataclass(slots=True)
+class Options:
+    """The options of a run."""
+
+    model: str = "2b"
+    only: tuple[str, ...] = ()
+    rollouts: int = 256
+    tokens: int = 512
+    repeat: int = 2
+    steps: int = 20
+    """Of the part `colocated`, at each level."""
+    filler_gib: float = 0.0
+    """Memory of the device that `colocated` fills, so that it is nearly full."""
+    eager: bool = False
+    in_place: bool = False
+    """Whether cuda_ipc publishes the trainer's own memory in the parts under load."""
+    gpu_memory_utilization: float = 0.4
+    refits_per_hour: float = 60.0
+    seconds: float | None = None
+    overrides: tuple[str, ...] = ()
+
+
+def describe_stack(options: Options, path: Path, *, on_gpu: bool) -> StackSpec:
+    """Return the spec of a stack with one worker that serves the model at `path`."""
+    args: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max-model-len": PROMPT_TOKENS + 2 * options.tokens + 64,
+        # Explicit, since the defaults of a server differ from those of an offline engine. One more
+        # than rollouts: a probe runs beside them.
+        "max-num-seqs": options.rollouts + 1,
+        "max-num-batched-tokens": 8192,
+    }
+    if on_gpu:
+        args["gpu-memory-utilization"] = options.gpu_memory_utilization
+        args["enforce-eager"] = options.eager
+        if "colocated" in options.only:
+            args["enable-sleep-mode"] = True
+    model = {"path": str(path), "name": "policy", "args": args}
+    fields = {"name": "bench-gpu", "models": [model]}
+    return make_spec(fields, overrides=list(options.overrides))
+
+
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Run the benchmark; return the exit code and the figures, also after Ctrl-C or SIGTERM."""
+    if min(options.rollouts, options.tokens, options.repeat, options.steps) < 1:
+        raise UsageError(
+            "--rollouts, --tokens, --repeat and --steps must be positive.",
+            "Give at least 1 for each.",
+        )
+    if options.filler_gib < 0:
+        raise UsageError("--filler-gib must not be negative.", "0 fills nothing.")
+    read_parts(options, (*PARTS, *ON_REQUEST))
+    fields = pick_fields(Options, options) | {"only": tuple(options.only)}
+    bench = GpuEngineBench(Options(**fields, overrides=tuple(options.set)), print_progress)
+    code = 0
+    # A machine that is lent for a time ends commands by SIGTERM: they still print what they have.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        asyncio.run(bench.run())
+    except KeyboardInterrupt:
+        bench.figures["is_interrupted"], code = True, 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return (code or (1 if bench.failed else 0)), bench.as_json()
 
 
 class Skip(Exception):
@@ -119,7 +204,7 @@ class GpuEngineBench:
         """Make the model, in the cache and as the trainer's own weights, and the spec."""
         options = self.options
         self.say(f"drawing the weights of the {options.model} model on {self.device}")
-        self.weights = draw_weights(options.model, self.device)
+        self.weights = draw_weights(SHAPES[options.model], self.device)
         path = cache_model(cache / f"bench-{options.model}", options.model, self.weights)
         self.say(f"the checkpoint is in {path} ({time.perf_counter() - self.began:.1f} s)")
         self.spec = describe_stack(options, path, on_gpu=self.device.type == "cuda")
@@ -145,10 +230,12 @@ class GpuEngineBench:
             self.say(f"the stack is ready after {self.figures['start_seconds']:.1f} s")
             self._fill_memory()
             await self._measure("throughput", self._measure_throughput)
-            await self._measure("cuda_ipc", self._measure_cuda_ipc)
-            await self._measure("cuda_ipc_in_place", self._measure_in_place)
-            await self._measure("shm", lambda: self._measure_refits("shm", {}))
-            await self._measure("files", self._measure_files)
+            refit = self._measure_refits
+            await self._measure("cuda_ipc", partial(refit, "cuda_ipc", in_place=False))
+            await self._measure("cuda_ipc_in_place", partial(refit, "cuda_ipc", in_place=True))
+            await self._measure("shm", partial(refit, "shm"))
+            files = partial(refit, "files", directory=self.scratch / "files", keep_recent=1)
+            await self._measure("files", files)
             await self._measure("delta", self._measure_delta)
             for mode in UNDER_LOAD:
                 await self._measure(mode, partial(self._measure_under_load, mode))
@@ -207,22 +294,9 @@ class GpuEngineBench:
         self.say(json.dumps(round_floats(figures, ".4g")))
         return figures
 
-    async def _measure_cuda_ipc(self) -> dict[str, Any]:
-        self._need_gpu()
-        return await self._measure_refits("cuda_ipc", {"in_place": False})
-
-    async def _measure_in_place(self) -> dict[str, Any]:
-        self._need_gpu()
-        return await self._measure_refits("cuda_ipc", {"in_place": True})
-
-    async def _measure_files(self) -> dict[str, Any]:
-        options = {"directory": self.scratch / "files", "keep_recent": 1}
-        return await self._measure_refits("files", options)
-
     async def _measure_delta(self) -> dict[str, Any]:
         # No second snapshot: every version after the first is a delta.
-        options = {"snapshot_every": 1000}
-        figures = await self._measure_refits("delta", options, change_some)
+        figures = await self._measure_refits("delta", change_some, snapshot_every=1000)
         # Afterwards, and not on the weights that later parts publish.
         copy = {name: tensor.clone() for name, tensor in self.weights.items()}
         parts = await asyncio.to_thread(measure_parts, copy, change_some, self.scratch / "parts")
@@ -230,9 +304,11 @@ class GpuEngineBench:
         return figures | {"parts": parts}
 
     async def _measure_refits(
-        self, transport: Transport, options: dict[str, Any], change: Change = change_all
+        self, transport: Transport, change: Change = change_all, **options: Any
     ) -> dict[str, Any]:
         """Refit an idle engine several times. The first refit opens and maps memory."""
+        if transport == "cuda_ipc" and self.device.type != "cuda":
+            raise Skip("there is no GPU that torch can use")
         rows = []
         async with self.stack.publisher(transport, **options) as publisher:
             for _ in range(self.options.repeat + 1):
@@ -308,33 +384,24 @@ class GpuEngineBench:
     def get_reference(self) -> Reference:
         """Return the trainer's model, which uses the memory of its weights."""
         if self.reference is None:
-            from benchmarks.real_model import Reference
-
             path = Path(self.spec.models[0].path)
             self.reference = Reference(path, self.weights, self.device)
         return self.reference
 
     async def _measure_stock(self) -> dict[str, Any]:
         """Update the worker as Dynamo's guide describes."""
-        (worker,) = await self.stack.fleet.workers()
-        admin, rows = self.stack.fleet.admin, []
+        rows = []
         for _ in range(self.options.repeat):
             self.version += 1
             change_all(self.weights, self.version)
             synchronize(self.device)
             directory = self.scratch / f"stock-{self.version}"
             began = time.perf_counter()
-            write_model(directory, self.options.model, self.weights)
-            saved = time.perf_counter()
+            write_model(directory, SHAPES[self.options.model], self.weights)
+            saved = time.perf_counter() - began
             with MemoryWatch(self.device) as memory:
-                await admin.pause(worker)
-                await admin.update_from_disk(worker, directory, self.version)
-                await admin.resume(worker)
-                ended = time.perf_counter()
-            # Without the taint of its version, the worker gets no requests.
-            await admin.set_taints(worker, [taint_of(self.version)])
-            await self.stack.fleet.read_versions()
-            row: dict[str, Any] = {"save_seconds": saved - began, "paused_seconds": ended - saved}
+                paused = await update_by_stock(self.stack, directory, self.version)
+            row: dict[str, Any] = {"save_seconds": saved, "paused_seconds": paused}
             row |= {"memory": memory.figures, "check": await self.check_fresh("stock")}
             shutil.rmtree(directory)  # with 8b, four of them fill a small disk
             rows.append(row)
@@ -396,10 +463,6 @@ class GpuEngineBench:
             "tokens_per_hour": {name: pause * rate * count for name, pause in pauses.items()},
             "share": {name: pause * count / 3600 for name, pause in pauses.items()},
         }
-
-    def _need_gpu(self) -> None:
-        if self.device.type != "cuda":
-            raise Skip("there is no GPU that torch can use")
 
     def as_json(self) -> dict[str, Any]:
         """Return what was measured so far."""

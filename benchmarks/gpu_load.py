@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from torch import Tensor
 from rollway.aio import Stack
 from rollway.errors import RollwayError
 from rollway.fleet.discovery import Worker
+from rollway.observe.metrics_reader import sum_series
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 
@@ -51,7 +51,7 @@ class Load:
     is_running: bool = False
     """Whether the engine ran all of them when the block began."""
     is_over: bool = False
-    worker: Worker | None = None
+    worker: Worker = field(init=False)
     answers: list[tuple[float, int | None]] = field(default_factory=list)
     """When each probe was answered, and by which version."""
     results: list[Rollout] = field(default_factory=list)
@@ -142,14 +142,13 @@ class Load:
         return None if self.sampled is None else self.sampled - received - len(self.answers)
 
 
-async def read_metric(stack: Stack, worker: Worker | None, name: str) -> float | None:
+async def read_metric(stack: Stack, worker: Worker, name: str) -> float | None:
     """Read a counter of the engine, summed over its labels; None if it has none."""
-    with contextlib.suppress(RollwayError):
-        assert worker is not None
-        text = await stack._http.get_text(f"{worker.admin_url}/metrics", timeout=10.0)
-        lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
-        return sum(float(line.rpartition(" ")[2]) for line in lines) if lines else None
-    return None
+    try:
+        page = await stack._http.get_text(f"{worker.admin_url}/metrics", timeout=10.0)
+    except RollwayError:
+        return None
+    return sum_series(page, [name], []).get(name)
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:

@@ -21,13 +21,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from benchmarks import round_floats
+from benchmarks.children import list_processes, read_cpu_seconds
 from benchmarks.gpu_load import read_metric
 from chaos import make_environment
 from rollway.aio import Stack
@@ -42,7 +40,6 @@ _MARK = "rollway-offline:"
 _LONGEST_LINE = 1 << 22
 _WARM_UP_TOKENS = 32
 _END_SECONDS = 30.0
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class OfflineEngine:
@@ -142,9 +139,9 @@ async def measure_by_turns(bench: GpuEngineBench) -> dict[str, Any]:
                 if arm == "offline":
                     row[arm] = await engine.generate(prompts, length)
                     continue
-                before, waited = _read_cpu_seconds(bench.stack.name), await _read_waits(bench.stack)
+                before, waited = _read_cpu(bench.stack.name), await _read_waits(bench.stack)
                 row[arm] = await bench.sample(prompts, length)
-                after, waits = _read_cpu_seconds(bench.stack.name), await _read_waits(bench.stack)
+                after, waits = _read_cpu(bench.stack.name), await _read_waits(bench.stack)
                 sampled = len(prompts) * length
                 row["seconds"] = sampled / row[arm]
                 row["cpu_us_per_token"] = {
@@ -177,27 +174,14 @@ async def _read_waits(stack: Stack) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _read_cpu_seconds(stack: str) -> dict[str, float]:
+def _read_cpu(stack: str) -> dict[str, float]:
     """Return the CPU time of this process and of the stack's, by what they do."""
-    from rollway.stack.state import StackDir
-
-    state = StackDir(stack).read()
     totals = {"client": sum(os.times()[:2])}
-    for process in state.processes if state is not None else ():
-        if process.pid is None:
-            continue
-        totals[process.name] = _read_ticks(process.pid) / _TICKS
-        children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    for process, (pid, *children) in list_processes(stack):
+        totals[process.name] = read_cpu_seconds(pid)
         if children:
-            totals[f"{process.name}, engine"] = sum(map(_read_ticks, children)) / _TICKS
+            totals[f"{process.name}, engine"] = sum(map(read_cpu_seconds, children))
     return totals
-
-
-def _read_ticks(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])  # of user and system
-    return 0
 
 
 # --- the child ------------------------------------------------------------------------------------

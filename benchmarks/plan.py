@@ -8,10 +8,10 @@ of several runs, because the work is always the same but other processes disturb
 
 from __future__ import annotations
 
+import argparse
 import math
 import resource
 import time
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks import round_floats
@@ -48,47 +48,28 @@ SYNTHETIC_1T = {
 }
 
 
-@dataclass(slots=True)
-class PlanFigures:
-    """The figures of one plan."""
-
-    seconds: float
-    cpu_seconds: float
-    layout_seconds: float
-    megatron_tensors: int
-    hf_tensors: int
-    parameters: int
-    sources: int
-    receivers: int
-    recipes: int
-    bytes_needed: int
-    bytes_ratio: float
-    descriptors: int
-    bytes_by_method: dict[str, int]
-    busiest_source: float
-    """Bytes of the busiest source, divided by the mean of the sources that send any."""
+_OF_EP8 = ("megatron_tensors", "hf_tensors", "bytes_ratio", "descriptors")
 
 
-def bench_plan() -> dict[str, Any]:
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     ep8 = measure(QWEN3_30B_A3B, Topology(ep=8), tp=2)
     etp4 = measure(QWEN3_30B_A3B, Topology(tp=4, etp=4), tp=2)
     large = measure(SYNTHETIC_1T, Topology(tp=8, ep=64), tp=16, repeats=1)
     qwen = {
-        "seconds": max(ep8.seconds, etp4.seconds),
-        "megatron_tensors": ep8.megatron_tensors,
-        "hf_tensors": ep8.hf_tensors,
-        "bytes_ratio": ep8.bytes_ratio,
-        "descriptors": ep8.descriptors,
-        "ep8_to_tp2": asdict(ep8),
-        "etp4_to_tp2": asdict(etp4),
+        "seconds": max(ep8["seconds"], etp4["seconds"]),
+        **{name: ep8[name] for name in _OF_EP8},
+        "ep8_to_tp2": ep8,
+        "etp4_to_tp2": etp4,
     }
     # The peak of the process, so of its largest plan: the synthetic model's.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    synthetic = {**asdict(large), "tensors": large.hf_tensors, "peak_rss_mb": peak}
-    return round_floats({"qwen3_30b_a3b": qwen, "synthetic_1t": synthetic}, ".4f")
+    synthetic = {**large, "tensors": large["hf_tensors"], "peak_rss_mb": peak}
+    return 0, round_floats({"qwen3_30b_a3b": qwen, "synthetic_1t": synthetic}, ".4f")
 
 
-def measure(config: dict[str, Any], topology: Topology, tp: int, repeats: int = 3) -> PlanFigures:
+def measure(
+    config: dict[str, Any], topology: Topology, tp: int, repeats: int = 3
+) -> dict[str, Any]:
     """Plan from a Megatron trainer of this topology to one vLLM engine of `tp` ranks."""
     headers = hf_headers(config)
     began = time.monotonic()
@@ -104,22 +85,24 @@ def measure(config: dict[str, Any], topology: Topology, tp: int, repeats: int = 
         seconds.append(time.monotonic() - began)
         cpu_seconds.append(time.process_time() - cpu_began)
     total = result.total
-    return PlanFigures(
-        seconds=min(seconds),
-        cpu_seconds=min(cpu_seconds),
-        layout_seconds=layout_seconds,
-        megatron_tensors=_count_tensors(model),
-        hf_tensors=len(headers),
-        parameters=sum(math.prod(header.shape) for header in headers.values()),
-        sources=len(sources),
-        receivers=tp,
-        recipes=len(result.recipes),
-        bytes_needed=total.needed,
-        bytes_ratio=total.ratio,
-        descriptors=total.descriptors,
-        bytes_by_method=dict(total.methods),
-        busiest_source=max(total.sources.values()) * len(total.sources) / total.moved,
-    )
+    busiest = max(total.sources.values())
+    return {
+        "seconds": min(seconds),
+        "cpu_seconds": min(cpu_seconds),
+        "layout_seconds": layout_seconds,
+        "megatron_tensors": _count_tensors(model),
+        "hf_tensors": len(headers),
+        "parameters": sum(math.prod(header.shape) for header in headers.values()),
+        "sources": len(sources),
+        "receivers": tp,
+        "recipes": len(result.recipes),
+        "bytes_needed": total.needed,
+        "bytes_ratio": total.ratio,
+        "descriptors": total.descriptors,
+        "bytes_by_method": dict(total.methods),
+        # Against the mean of the sources that send any bytes.
+        "busiest_source": busiest * len(total.sources) / total.moved,
+    }
 
 
 def _count_tensors(model: MegatronModel) -> int:

@@ -9,22 +9,25 @@ a machine that slows down affects both.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import contextlib
 import json
 import os
 import secrets
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import Say, round_floats
+from benchmarks import round_floats
+from benchmarks.children import start_child
+from benchmarks.inputs import build_demo_model, read_parts
 from rollway.aio import up
 from rollway.api import make_spec
+from rollway.cli.output import print_progress
 from rollway.errors import RollwayError, UsageError
 from rollway.integrations.prime_rl.serve import API_KEY
 
@@ -51,63 +54,38 @@ EPISODE = {"prompt_tokens": 128, "turns": 2}
 PARTS = tuple(load.name for load in LOADS)
 
 
-async def bench_prime_rl(
-    python: Path, model: Path, scratch: Path, say: Say, *, parts: Sequence[str] = PARTS
-) -> dict[str, Any]:
-    """Measure these parts; `python` is the interpreter that has `renderers`."""
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    parts, python = read_parts(options, PARTS), options.prime_rl_python.absolute()
     if not python.is_file():
         raise UsageError(
             f"There is no interpreter {python}.",
             "Run `make setup-prime-rl`, or name the one that has renderers: --prime-rl-python.",
         )
-    figures: dict[str, Any] = {"limits": LIMITS}
-    if loads := [load for load in LOADS if load.name in parts]:
-        figures["throughput"] = await _measure_clients(python, model, scratch, say, loads)
-    return round_floats(figures, ".4g")
+    loads = [load for load in LOADS if load.name in parts]
+    with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+        figures = asyncio.run(_measure_clients(python, Path(scratch), loads))
+    return 0, round_floats({"limits": LIMITS, "throughput": figures}, ".4g")
 
 
-async def _measure_clients(
-    python: Path, model: Path, scratch: Path, say: Say, loads: Sequence[Load]
-) -> dict[str, Any]:
+async def _measure_clients(python: Path, scratch: Path, loads: Sequence[Load]) -> dict[str, Any]:
+    """Measure these loads; `python` is the interpreter that has `renderers`."""
+    model = build_demo_model()
     args = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 64}
     served = {"path": str(model), "name": MODEL, "replicas": 2, "args": args}
-    say("starting two vLLM workers")
+    print_progress("starting two vLLM workers")
     spec = make_spec({"name": "bench-prime-rl", "models": [served]})
-    async with up(spec) as stack, _serve(stack.name, scratch) as server:
-        urls = {"rollway": f"{server}/v1", "dynamo": f"{stack.frontend_url}/v1"}
+    os.environ.setdefault(API_KEY, secrets.token_hex(16))  # for the server and its clients
+    serve = ["rollway.cli", "prime-rl", "serve", spec.name, "--json", "--port", "0"]
+    serve += ["--output-dir", str(scratch), "--journal", str(scratch / "gateway.sqlite")]
+    async with up(spec) as stack, start_child(*serve) as (_, ready):
+        urls = {"rollway": ready["url"], "dynamo": f"{stack.frontend_url}/v1"}
         fields = {"tokenizer": str(model), "model": MODEL, "urls": urls, **EPISODE}
         fields["runs"] = list_runs(loads)
-        return await asyncio.to_thread(_measure_throughput, python, scratch, fields, say, loads)
-
-
-@contextlib.asynccontextmanager
-async def _serve(stack: str, output_dir: Path) -> AsyncIterator[str]:
-    """Run `rollway prime-rl serve` in a process of its own; yield its address."""
-    command = [sys.executable, "-m", "rollway.cli", "prime-rl", "serve", stack, "--json"]
-    command += ["--port", "0", "--output-dir", str(output_dir)]
-    command += ["--journal", str(output_dir / f"{stack}.sqlite")]
-    os.environ.setdefault(API_KEY, secrets.token_hex(16))  # for the server and its clients
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        if not line:
-            raise RollwayError("The server did not start.")
-        yield str(json.loads(line)["url"]).removesuffix("/v1")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
-
-
-def _measure_throughput(
-    python: Path, scratch: Path, job: dict[str, Any], say: Say, loads: Sequence[Load]
-) -> dict[str, Any]:
+        runs = await asyncio.to_thread(lambda: list(_drive(python, scratch, fields)))
     rates: dict[tuple[str, int], dict[str, float]] = {}
-    for run in _drive(python, scratch, job):
+    for run in runs:
         rate = run["tokens"] / run["seconds"]
         rates.setdefault((run["load"], run["round"]), {})[run["arm"]] = rate
-        say(f"{run['load']} in flight, {run['arm']}: {rate:.0f} tokens/s")
     return {load.name: summarize(load, rates) for load in loads}
 
 
@@ -126,7 +104,10 @@ def _drive(python: Path, scratch: Path, job: dict[str, Any]) -> Iterator[dict[st
     ):
         assert driver.stdout is not None
         try:
-            yield from (json.loads(line) for line in driver.stdout if line.startswith("{"))
+            for line in driver.stdout:
+                if line.startswith("{"):
+                    print_progress(line.rstrip())
+                    yield json.loads(line)
             driver.wait(_DRIVER_SECONDS)
         finally:
             driver.kill()

@@ -7,14 +7,21 @@ models with prefill and decode apart.
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from typing import Any
 
 from benchmarks import round_floats
+from benchmarks.inputs import read_parts
 from rollway.spec import StackSpec, load_spec
 from rollway.stack.ray.cluster import NodeInfo
 from rollway.stack.ray.placement import plan_placement
+
+
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    read_parts(options, ("planning",))
+    return 0, {"planning": bench_planning()}
 
 
 def bench_planning(replicas: int = 1000, nodes: int = 1000) -> dict[str, Any]:

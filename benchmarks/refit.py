@@ -14,13 +14,15 @@ update to the same policy.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import re
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -28,27 +30,32 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from benchmarks import Say, round_floats
+from benchmarks import round_floats
+from benchmarks.real_model import (
+    CHANGED,
+    SHAPES,
+    Weights,
+    change_all,
+    draw_weights,
+    update_by_stock,
+    write_model,
+)
 from rollway.aio import Stack, up
 from rollway.api import make_spec
+from rollway.cli.output import print_progress as say
 from rollway.errors import RolloutError
 from rollway.rollout.sampling import Sampling
 from rollway.stack.state import StackDir
-from rollway.versions import taint_of
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.offer import Offer
 from rollway.weights.transports.collective import CollectivePublisher
 from rollway.weights.transports.delta import DeltaPublisher, Store
-from rollway.weights.transports.files import FilesPublisher, read_tensors
+from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
 
 ROUNDS = 5
-CHANGED = 0.01
-"""Share of the elements that a delta changes."""
-State = dict[str, Tensor]
 _NO_WEIGHTS = shutil.ignore_patterns("*.safetensors")
 # The line that a worker logs after a swap (rollway.engine.staging).
 _SERVED = re.compile(r"is served \((.*)\)")
@@ -60,57 +67,40 @@ STOCK = "stock"
 Row = dict[str, float]
 
 
-@dataclass(slots=True)
-class TransportFigures:
-    """Medians over several refits."""
-
-    seconds: float = 0.0
-    """Publishing and receiving, until the verified bytes are in the worker's memory."""
-    gb_per_s: float = 0.0
-    pause_seconds: float = 0.0
-    refit_seconds: float = 0.0
-    """The whole refit, from the trainer's tensors to serving."""
-    pause_fraction: float = 0.0
-    bytes_ratio: float = 1.0
-    """Bytes moved per byte that the worker needed."""
-    bytes_fraction: float = 1.0
-    """Bytes moved per byte of the model."""
-    ratio_to_memcpy: float = 0.0
-    speedup_over_stock: float = 0.0
-    """Ratio of `seconds`. Dynamo's own update reads, loads and packs in one step, during the pause,
-    so its `seconds` cover all of that. `refit_over_stock` compares whole refits."""
-    refit_over_stock: float = 0.0
-    pause_over_stock: float = 0.0
-    publish_seconds: float = 0.0
-    load_seconds: float = 0.0
-    prove_seconds: float = 0.0
-    prepare_seconds: float = 0.0
-    swap_seconds: float = 0.0
-    pack_seconds: float = 0.0
-    """What the worker does after the refit has returned, beside generation."""
-
-
-@dataclass(slots=True)
-class RefitFigures:
-    model_bytes: int = 0
-    memcpy_gb_per_s: float = 0.0
-    """The median over all rounds; each ratio is to the memcpy beside it."""
-    read_gb_per_s: float = 0.0
-    """The speed of one thread that only reads and sums."""
-    memcpy_ratio_limit: float = 0.0
-    """What `ratio_to_memcpy` can be with one thread: a checksum reads all bytes before the copy."""
-    transports: dict[str, TransportFigures] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        return round_floats(asdict(self), ".4f")
+_FIGURES = {
+    # Publishing and receiving, until the verified bytes are in the worker's memory. Dynamo's own
+    # update reads, loads and packs in one step, during the pause, so this covers all of that.
+    "seconds": 0.0,
+    "gb_per_s": 0.0,
+    "pause_seconds": 0.0,
+    # The whole refit, from the trainer's tensors to serving.
+    "refit_seconds": 0.0,
+    "pause_fraction": 0.0,
+    # Bytes moved per byte that the worker needed, and per byte of the model.
+    "bytes_ratio": 1.0,
+    "bytes_fraction": 1.0,
+    "ratio_to_memcpy": 0.0,
+    # Ratio of `seconds`; `refit_over_stock` compares whole refits.
+    "speedup_over_stock": 0.0,
+    "refit_over_stock": 0.0,
+    "pause_over_stock": 0.0,
+    "publish_seconds": 0.0,
+    "load_seconds": 0.0,
+    "prove_seconds": 0.0,
+    "prepare_seconds": 0.0,
+    "swap_seconds": 0.0,
+    # What the worker does after the refit has returned, beside generation.
+    "pack_seconds": 0.0,
+}
+"""The figures of a transport: medians over several refits. Stock has not all of them."""
 
 
 @dataclass(slots=True)
 class _Case:
     """A transport to measure."""
 
-    publish: Callable[[int, State], Offer]
-    before: Callable[[State], None] = lambda _: None
+    publish: Callable[[int, Weights], Offer]
+    before: Callable[[Weights], None] = lambda _: None
     """The trainer's work before publishing, which is not timed."""
     turns: tuple[int, ...] = (0, 1)
     get_share: Callable[[Offer], float] = lambda _: 1.0
@@ -122,8 +112,8 @@ class _Bench:
     stack: Stack
     model: Path
     scratch: Path
-    policies: list[State]
-    """Two policies that differ in every element, and one that differs from the first in few."""
+    policies: list[Weights]
+    """Two that differ in nearly every element, and one that differs from the first in few."""
     answers: dict[int, list[int]] = field(default_factory=dict)
     version: int = 0
 
@@ -137,27 +127,19 @@ class _Bench:
         """Update the worker as Dynamo's guide describes."""
         from safetensors.torch import save_file
 
-        (worker,) = await self.stack.fleet.workers()
-        admin = self.stack.fleet.admin
         self.version += 1
         directory = self.scratch / f"stock-{self.version}"
         shutil.copytree(self.model, directory, ignore=_NO_WEIGHTS)
         began = time.perf_counter()
         save_file(self.policies[index], directory / "model.safetensors", {"format": "pt"})
-        saved = time.perf_counter()
-        await admin.pause(worker)
-        await admin.update_from_disk(worker, directory, self.version)
-        await admin.resume(worker)
-        ended = time.perf_counter()
+        saved = time.perf_counter() - began
+        paused = await update_by_stock(self.stack, directory, self.version)
         shutil.rmtree(directory)
-        # Without the taint of its version, the worker gets no requests.
-        await admin.set_taints(worker, [taint_of(self.version)])
-        await self.stack.fleet.read_versions()
         return {
-            "publish_seconds": saved - began,
-            "pause_seconds": ended - saved,
-            "refit_seconds": ended - began,
-            "seconds": ended - began,
+            "publish_seconds": saved,
+            "pause_seconds": paused,
+            "refit_seconds": saved + paused,
+            "seconds": saved + paused,
         }
 
     async def refit(self, case: _Case, index: int) -> Row:
@@ -210,19 +192,23 @@ class _Bench:
         return Path(log).read_text(errors="replace")
 
 
-def _take_medians(rows: list[Row]) -> TransportFigures:
-    return TransportFigures(**{name: median(row[name] for row in rows) for name in rows[0]})
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+        bench = _bench_refit(Path(scratch), options.megabytes, options.transports)
+        return 0, round_floats(asyncio.run(bench), ".4f")
 
 
-async def bench_refit(
-    scratch: Path, say: Say, *, megabytes: int = 520, wanted: tuple[str, ...] = ()
-) -> RefitFigures:
+async def _bench_refit(scratch: Path, megabytes: int, wanted: Sequence[str]) -> dict[str, Any]:
     """Measure the transports that `wanted` names; without names, all of them."""
     say(f"building a model of about {megabytes} MB")
-    model = build_model(scratch / "model", megabytes)
-    first = {name: tensor.clone() for name, tensor in read_tensors(model)}
-    policies = [first, change_all(first), _change_some(first)]
-    figures = RefitFigures(sum(tensor.nbytes for tensor in first.values()))
+    # The 1.7B's layers, of 100 MB each.
+    layers = max(1, -(-(megabytes - 33) // 100))
+    shape = {**SHAPES["2b"], "num_hidden_layers": layers, "vocab_size": 4096}
+    model, first = scratch / "model", draw_weights(shape, torch.device("cpu"))
+    write_model(model, shape, first)
+    second = {name: tensor.clone() for name, tensor in first.items()}
+    change_all(second, 1)
+    policies = [first, second, _change_some(first)]
     say("starting the stack")
     args = {"dtype": "bfloat16", "max-model-len": 512, "max-num-seqs": 16}
     served = {"path": str(model), "name": "bench", "args": args}
@@ -233,14 +219,12 @@ async def bench_refit(
             cases = _make_cases(bench, cleanup)
             chosen = {name: case for name, case in cases.items() if not wanted or name in wanted}
             await bench.remember_answers()
-            rounds = [await _run_round(bench, chosen, number, say) for number in range(ROUNDS + 1)]
-    _add_figures(figures, rounds[1:])  # the first round opens and maps memory
-    return figures
+            rounds = [await _run_round(bench, chosen, number) for number in range(ROUNDS + 1)]
+    model_bytes = sum(tensor.nbytes for tensor in first.values())
+    return _compute_figures(model_bytes, rounds[1:])  # the first round opens and maps memory
 
 
-async def _run_round(
-    bench: _Bench, cases: dict[str, _Case], number: int, say: Say
-) -> dict[str, Row]:
+async def _run_round(bench: _Bench, cases: dict[str, _Case], number: int) -> dict[str, Row]:
     """Refit by each transport and by stock, each round in another order."""
     names = [STOCK, *cases]
     first = number % len(names)
@@ -273,7 +257,7 @@ def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
     }
     adopted.adopt(trainer.items())
 
-    def step(state: State) -> None:
+    def step(state: Weights) -> None:
         for name, parameter in trainer.items():
             parameter.data.copy_(state[name])
 
@@ -300,27 +284,35 @@ def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
     return cases
 
 
-def _add_figures(figures: RefitFigures, rounds: list[dict[str, Row]]) -> None:
+def _compute_figures(model_bytes: int, rounds: list[dict[str, Row]]) -> dict[str, Any]:
     """Take medians; ratios are taken within a round, because the load of a machine changes."""
     for rows in rounds:
         stock = rows[STOCK]
         for row in rows.values():
             row["pause_fraction"] = row["pause_seconds"] / row["refit_seconds"]
-            row["gb_per_s"] = figures.model_bytes / row["seconds"] / 1e9
+            row["gb_per_s"] = model_bytes / row["seconds"] / 1e9
             row["ratio_to_memcpy"] = row["gb_per_s"] / row["memcpy"]
             row["speedup_over_stock"] = stock["seconds"] / row["seconds"]
             row["refit_over_stock"] = row["refit_seconds"] / stock["refit_seconds"]
             row["pause_over_stock"] = row["pause_seconds"] / stock["pause_seconds"]
     all_rows = [row for rows in rounds for row in rows.values()]
     limits = [row["read"] / (row["read"] + row["memcpy"]) for row in all_rows]
-    figures.memcpy_ratio_limit = median(limits)
-    figures.memcpy_gb_per_s = median(row.pop("memcpy") for row in all_rows)
-    figures.read_gb_per_s = median(row.pop("read") for row in all_rows)
-    for name in rounds[0]:
-        figures.transports[name] = _take_medians([rows[name] for rows in rounds])
+    return {
+        "model_bytes": model_bytes,
+        # The median over all rounds; each ratio is to the memcpy beside it.
+        "memcpy_gb_per_s": median(row.pop("memcpy") for row in all_rows),
+        # The speed of one thread that only reads and sums.
+        "read_gb_per_s": median(row.pop("read") for row in all_rows),
+        # What `ratio_to_memcpy` can be with one thread: a checksum reads all bytes before the copy.
+        "memcpy_ratio_limit": median(limits),
+        "transports": {
+            name: _FIGURES | {key: median(rows[name][key] for rows in rounds) for key in row}
+            for name, row in rounds[0].items()
+        },
+    }
 
 
-def _measure_memcpy(state: State) -> tuple[float, float]:
+def _measure_memcpy(state: Weights) -> tuple[float, float]:
     """Return the GB/s of a memcpy of these tensors, and of a sum, on one thread; best of three."""
     sources = [raw_bytes(tensor).numpy() for tensor in state.values()]
     copies = [np.zeros_like(source) for source in sources]
@@ -338,43 +330,8 @@ def _measure_memcpy(state: State) -> tuple[float, float]:
     return nbytes / best[0] / 1e9, nbytes / best[1] / 1e9
 
 
-def build_model(directory: Path, megabytes: int) -> Path:
-    """Write a random Qwen3: bfloat16, the 1.7B's layers of 100 MB each, the demo's tokenizer."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from rollway.demo.model import build_base
-    from rollway.stack.preset import cache_dir
-
-    base = build_base(cache_dir() / "demo")
-    config = Qwen3Config(
-        vocab_size=4096,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=max(1, -(-(megabytes - 33) // 100)),
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(base / name, directory)
-    return directory
-
-
-def change_all(state: State) -> State:
-    generator = torch.Generator().manual_seed(1)
-    return {
-        name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        for name, tensor in state.items()
-    }
-
-
-def _change_some(state: State) -> State:
-    """Change a share of the elements (`CHANGED`), as a small optimizer step does."""
+def _change_some(state: Weights) -> Weights:
+    """Change a share of the elements (`CHANGED`) by so much that the worker's answer changes."""
     generator = torch.Generator().manual_seed(2)
     changed = {}
     for name, tensor in state.items():

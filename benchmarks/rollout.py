@@ -8,11 +8,13 @@ affects all three.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -20,8 +22,11 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from benchmarks import Say
+from benchmarks import round_floats
+from benchmarks.inputs import build_demo_model
 from rollway.aio import Stack, up
+from rollway.api import make_spec
+from rollway.cli.output import print_progress as say
 from rollway.gateway.command import create_gateway
 from rollway.gateway.server import Gateway
 from rollway.gateway.store import Store
@@ -31,6 +36,7 @@ from rollway.rollout.wire import completion_request
 from rollway.spec import StackSpec
 
 ROUNDS = 5
+Figures = dict[str, Any]
 Send = Callable[[list[int]], Awaitable[int]]
 """Sends a prompt and returns the number of sampled tokens."""
 
@@ -55,66 +61,47 @@ REAL_LOADS = (Load("short", 128, 64, 128, 16), Load("long answers", 64, 64, 512,
 """A real engine on CPU is slow, and its context is short: fewer and shorter requests."""
 
 
-@dataclass(slots=True)
-class ClientFigures:
-    """The figures of one load by client: medians over the rounds."""
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    path = str(build_demo_model())
+    # A mocker that answers as fast as it can, so that the clients are measured.
+    mocked = {"max-model-len": 40_000, "speedup-ratio": 1000.0}
+    real = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 64}
 
-    engine: str
-    load: str
-    requests_per_second: dict[str, float] = field(default_factory=dict)
-    tokens_per_second: dict[str, float] = field(default_factory=dict)
-    cpu_ms_per_request: dict[str, float] = field(default_factory=dict)
-    """CPU time of the client process."""
-    ratio_to_bare: float = 0.0
-    ratio_to_openai: float = 0.0
-    cpu_ratio_to_openai: float = 0.0
+    def spec(engine: str, args: dict[str, Any]) -> StackSpec:
+        model = {"path": path, "name": "tiny", "engine": engine, "replicas": 1, "args": args}
+        return make_spec({"name": f"bench-{engine}", "models": [model]})
 
-
-@dataclass(slots=True)
-class GatewayFigures:
-    """Chat requests through the gateway, compared with requests to the frontend itself."""
-
-    sessions: int
-    prompt_tokens: int
-    direct_ms: float
-    """Wall time of all requests, divided by their number."""
-    gateway_ms: float
-    overhead_ms: float
+    clients, gateway = asyncio.run(bench_rollout(spec("mocker", mocked))), []
+    if not options.no_real:
+        clients += asyncio.run(bench_rollout(spec("vllm", real)))
+        with tempfile.TemporaryDirectory(prefix="rollway-bench-") as scratch:
+            gateway = asyncio.run(bench_gateway(spec("vllm", real), Path(scratch)))
+    engines = {row["engine"]: _summarize(clients, row["engine"]) for row in clients}
+    return 0, {"clients": clients, "gateway": gateway, "engines": engines}
 
 
-@dataclass(slots=True)
-class RolloutFigures:
-    clients: list[ClientFigures] = field(default_factory=list)
-    gateway: list[GatewayFigures] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        engines = dict.fromkeys(row.engine for row in self.clients)
-        return {**asdict(self), "engines": {engine: self._summarize(engine) for engine in engines}}
-
-    def _summarize(self, engine: str) -> dict[str, float]:
-        """Return geometric means over all loads, also those where the engine needs nearly all of
-        the time and the clients hardly differ."""
-        rows = [row for row in self.clients if row.engine == engine]
-        names = ("ratio_to_bare", "ratio_to_openai", "cpu_ratio_to_openai")
-        return {
-            name: round(geometric_mean(getattr(row, name) for row in rows), 3) for name in names
-        }
+def _summarize(clients: list[Figures], engine: str) -> dict[str, float]:
+    """Return geometric means over all loads, also those where the engine needs nearly all of the
+    time and the clients hardly differ."""
+    rows = [row for row in clients if row["engine"] == engine]
+    names = ("ratio_to_bare", "ratio_to_openai", "cpu_ratio_to_openai")
+    return {name: round(geometric_mean(row[name] for row in rows), 3) for name in names}
 
 
-async def bench_rollout(spec: StackSpec, say: Say) -> list[ClientFigures]:
+async def bench_rollout(spec: StackSpec) -> list[Figures]:
     """Measure all clients on one stack."""
-    rows: list[ClientFigures] = []
+    rows: list[Figures] = []
     engine = spec.models[0].engine
     say(f"{engine}: starting the stack")
     async with up(spec) as stack:
         for load in LOADS if engine == "mocker" else REAL_LOADS:
             say(f"{engine}: {load.name}")
             rows.append(await _measure_clients(stack, engine, load))
-            say(f"{engine}: {load.name}: {rows[-1].requests_per_second} requests/s")
+            say(f"{engine}: {load.name}: {rows[-1]['requests_per_second']} requests/s")
     return rows
 
 
-async def _measure_clients(stack: Stack, engine: str, load: Load) -> ClientFigures:
+async def _measure_clients(stack: Stack, engine: str, load: Load) -> Figures:
     from openai import AsyncOpenAI
 
     logprobs = engine != "mocker"
@@ -157,24 +144,29 @@ class _Round:
     tokens: int
 
 
-def _compute_figures(engine: str, load: Load, rounds: list[dict[str, _Round]]) -> ClientFigures:
-    figures = ClientFigures(engine, load.name)
-    for name in rounds[0]:
-        own = [times[name] for times in rounds]
-        rate = median(load.requests / times.seconds for times in own)
-        figures.requests_per_second[name] = round(rate, 1)
-        tokens = median(times.tokens / times.seconds for times in own)
-        figures.tokens_per_second[name] = round(tokens, 1)
-        cpu = median(times.cpu_seconds for times in own)
-        figures.cpu_ms_per_request[name] = round(cpu * 1000 / load.requests, 3)
+def _compute_figures(engine: str, load: Load, rounds: list[dict[str, _Round]]) -> Figures:
+    """Return the figures of one load by client: medians over the rounds."""
+
+    def take(get: Callable[[_Round], float], digits: int) -> dict[str, float]:
+        return {
+            name: round(median(get(times[name]) for times in rounds), digits) for name in rounds[0]
+        }
 
     def ratio(other: str) -> float:
         return round(median(times[other].seconds / times["rollway"].seconds for times in rounds), 3)
 
-    cpu_ms = figures.cpu_ms_per_request
-    figures.ratio_to_bare, figures.ratio_to_openai = ratio("bare"), ratio("openai")
-    figures.cpu_ratio_to_openai = round(cpu_ms["openai"] / max(cpu_ms["rollway"], 1e-6), 3)
-    return figures
+    # CPU time of the client process.
+    cpu_ms = take(lambda times: times.cpu_seconds * 1000 / load.requests, 3)
+    return {
+        "engine": engine,
+        "load": load.name,
+        "requests_per_second": take(lambda times: load.requests / times.seconds, 1),
+        "tokens_per_second": take(lambda times: times.tokens / times.seconds, 1),
+        "cpu_ms_per_request": cpu_ms,
+        "ratio_to_bare": ratio("bare"),
+        "ratio_to_openai": ratio("openai"),
+        "cpu_ratio_to_openai": round(cpu_ms["openai"] / max(cpu_ms["rollway"], 1e-6), 3),
+    }
 
 
 async def _time_round(send: Send, prompts: list[list[int]], at_once: int) -> _Round:
@@ -235,9 +227,7 @@ def _make_openai(client: Any, model: str, sampling: Sampling) -> Send:
     return send
 
 
-async def bench_gateway(
-    spec: StackSpec, scratch: Path, say: Say, sessions: tuple[int, ...] = (1, 100, 1000)
-) -> list[GatewayFigures]:
+async def bench_gateway(spec: StackSpec, scratch: Path) -> list[dict[str, float]]:
     """Compare the gateway with the frontend, over real HTTP.
 
     The gateway runs in this process, so that both paths use the same cores."""
@@ -251,12 +241,12 @@ async def bench_gateway(
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         try:
             for length in (64, 1_500):
-                for count in sessions:
+                for count in (1, 100, 1000):
                     if length > 1000 and count > 100:
                         continue  # the overhead of long prompts shows with fewer sessions
                     say(f"gateway: {count} sessions, prompts of about {length} tokens")
                     rows.append(await _measure_overhead(stack, gateway, url, count, length))
-                    say(f"gateway: {rows[-1].overhead_ms} ms more per request")
+                    say(f"gateway: {rows[-1]['overhead_ms']} ms more per request")
         finally:
             await runner.cleanup()
             store.close()
@@ -265,7 +255,7 @@ async def bench_gateway(
 
 async def _measure_overhead(
     stack: Stack, gateway: Gateway, url: str, sessions: int, length: int
-) -> GatewayFigures:
+) -> dict[str, float]:
     messages = [{"role": "user", "content": "7" * length}]  # a token per character
     prompt = await gateway.template.prompt({}, messages, None)
     direct = {
@@ -294,9 +284,9 @@ async def _measure_overhead(
     rows = rows[1:]  # the first round is the warm-up
     direct_ms, gateway_ms = (median(column) for column in zip(*rows, strict=True))
     overhead = median(through_ms - alone_ms for alone_ms, through_ms in rows)
-    return GatewayFigures(
-        sessions, len(prompt), round(direct_ms, 3), round(gateway_ms, 3), round(overhead, 3)
-    )
+    # Wall time of all requests, divided by their number.
+    times_ms = {"direct_ms": direct_ms, "gateway_ms": gateway_ms, "overhead_ms": overhead}
+    return {"sessions": sessions, "prompt_tokens": len(prompt), **round_floats(times_ms, ".3f")}
 
 
 async def _time_requests(

@@ -6,6 +6,7 @@ through a real frontend, and in Dynamo's offline replay.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import platform
@@ -18,9 +19,11 @@ from typing import Any, Literal, get_args
 import psutil
 
 from benchmarks import Say
+from benchmarks.inputs import read_spec
 from benchmarks.router_traffic import GROUPS_PER_WORKER, Sender, Tally, Traffic, replay
 from rollway.aio import Stack, up
-from rollway.errors import NoWorkers, UsageError
+from rollway.cli.output import get_spec_file, print_progress
+from rollway.errors import NoWorkers, UsageError, require
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.spec import StackSpec, load_spec
@@ -83,6 +86,38 @@ class RouterReport:
         }
 
 
+def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    counts, groups = parse_counts(options.workers), options.groups
+    if groups is not None and groups < 1:
+        raise UsageError(f"--groups is {groups}.", "Give at least 1.")
+    is_live = get_spec_file(options) is not None and not options.no_live
+    if not is_live and options.no_replay:
+        raise UsageError("There is nothing to measure.", "Give a stack file, or drop --no-replay.")
+
+    def say(message: str) -> None:
+        if not options.quiet:
+            print_progress(message)
+
+    report = RouterReport()
+    if is_live:
+        require("torch", "transformers")
+        spec = read_spec(options)
+        assert spec is not None
+        report.live = asyncio.run(bench_live(spec, counts, groups, say))
+    if not options.no_replay:
+        report.replay = bench_replay(counts, groups, say)
+    return 0, report.as_json()
+
+
+def parse_counts(text: str) -> list[int]:
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isdigit() and int(number) > 0 for number in numbers):
+        raise UsageError(
+            f"`--workers {text}` is not a list of numbers.", "Give, for example, 4,32."
+        )
+    return [int(number) for number in numbers]
+
+
 async def bench_live(
     spec: StackSpec, counts: Sequence[int], groups: int | None, say: Say
 ) -> list[Figures]:
@@ -91,7 +126,7 @@ async def bench_live(
     for workers, routing in product(counts, ROUTINGS):
         tally = await _send_live(adapt_spec(spec, routing, workers), workers, groups)
         rows.append(_make_figures(tally, workers, routing))
-        say(f"live: {_format(rows[-1])}")
+        say(f"live: {rows[-1]}")
     return rows
 
 
@@ -100,7 +135,7 @@ def bench_replay(counts: Sequence[int], groups: int | None, say: Say) -> list[Fi
     for workers, routing in product(counts, ROUTINGS):
         tally = replay(groups or GROUPS_PER_WORKER * workers, workers, routing)
         rows.append(_make_figures(tally, workers, routing))
-        say(f"replay: {_format(rows[-1])}")
+        say(f"replay: {rows[-1]}")
     return rows
 
 
@@ -177,10 +212,3 @@ def _describe_machine() -> dict[str, Any]:
 def _make_figures(tally: Tally, workers: int, routing: Routing) -> Figures:
     hits, ttft = round(tally.hit_rate, 4), round(tally.ttft_mean_seconds, 4)
     return Figures(workers, routing, hits, ttft, round(tally.makespan_seconds, 4), tally.requests)
-
-
-def _format(figures: Figures) -> str:
-    return (
-        f"{figures.workers} workers, {figures.routing}: hits {figures.hit_rate:.3f}, "
-        f"first token {figures.ttft_mean_seconds:.3f} s, all done {figures.makespan_seconds:.2f} s"
-    )

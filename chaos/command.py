@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import tempfile
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from rollway.api import make_spec
@@ -33,7 +35,7 @@ def chaos(options: argparse.Namespace) -> int:
     if options.gateway:
         return _break_gateway(options)
     from chaos.faults import WHERE
-    from chaos.run import ChaosOptions, run_chaos
+    from chaos.run import Chaos, ChaosOptions
 
     if options.old_journal:
         raise UsageError("--old-journal is a control of --gateway.", "Pass both options.")
@@ -50,8 +52,7 @@ def chaos(options: argparse.Namespace) -> int:
         through_prime_rl=options.through == "prime-rl",
         seconds=options.seconds,
     )
-    spec = _make_chaos_spec(options, "chaos")
-    report = asyncio.run(run_chaos(spec, chaos_options, _make_progress(options)))
+    report = _run(options, "chaos", Chaos, chaos_options)
     print_result(options, report.as_json(), _print_report)
     # If the control finds nothing, the check cannot fail and means nothing.
     passed = report.stale_tokens > 0 if options.unprotected else report.is_clean
@@ -59,7 +60,7 @@ def chaos(options: argparse.Namespace) -> int:
 
 
 def _break_gateway(options: argparse.Namespace) -> int:
-    from chaos.gateway import FAULTS, GatewayChaosOptions, run_gateway_chaos
+    from chaos.gateway import FAULTS, GatewayChaos, GatewayChaosOptions
 
     if options.unprotected:
         raise UsageError("--unprotected is a control of refits.", "Use --old-journal here.")
@@ -70,8 +71,7 @@ def _break_gateway(options: argparse.Namespace) -> int:
     chaos_options = GatewayChaosOptions(
         rounds, agents, options.seed, faults, options.old_journal, seconds=options.seconds
     )
-    spec = _make_chaos_spec(options, "chaos-gateway")
-    report = asyncio.run(run_gateway_chaos(spec, chaos_options, _make_progress(options)))
+    report = _run(options, "chaos-gateway", GatewayChaos, chaos_options)
     print_result(options, report.as_json(), _print_gateway_report)
     return 0 if report.is_clean else 1
 
@@ -100,8 +100,12 @@ def _make_chaos_spec(options: argparse.Namespace, name: str) -> StackSpec:
     return make_spec(file or workers, overrides=[*demo_path(file), *options.set])
 
 
-def _make_progress(options: argparse.Namespace) -> Any:
-    return (lambda text: None) if options.quiet else print_progress
+def _run(options: argparse.Namespace, name: str, kind: Any, chaos_options: Any) -> Any:
+    """Run all rounds on a stack of this name; return the report."""
+    progress = (lambda _: None) if options.quiet else print_progress
+    spec = _make_chaos_spec(options, name)
+    with tempfile.TemporaryDirectory(prefix=f"rollway-{name}-") as scratch:
+        return asyncio.run(kind(spec, chaos_options, Path(scratch), progress).run())
 
 
 def _print_report(report: dict[str, Any]) -> None:

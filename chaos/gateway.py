@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chaos import Progress, deal
 from chaos.agents import BEHAVIOURS, CALM, Agents, Ledger
 from chaos.gateway_process import GatewayProcess, SmallDisk, size_of, size_of_store
 from chaos.judge import Decode, Verdict, judge
@@ -39,7 +39,6 @@ _FILLS = 3
 _MEMORY_GROWTH = 256 * 2**20
 """How much a gateway's memory may grow after its start; it keeps a few MiB of turns."""
 _PERIOD = 0.05
-Progress = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -136,24 +135,14 @@ class GatewayReport:
         return {**asdict(self), "broken": self.broken, "clean": self.is_clean}
 
 
-async def run_gateway_chaos(
-    spec: StackSpec, options: GatewayChaosOptions, progress: Progress
-) -> GatewayReport:
-    """Run the rounds and return the report."""
-    with tempfile.TemporaryDirectory(prefix="rollway-chaos-gateway-") as scratch:
-        return await GatewayChaos(spec, options, Path(scratch), progress).run()
-
-
 class GatewayChaos:
     """A run of chaos against the gateway."""
 
     def __init__(
         self, spec: StackSpec, options: GatewayChaosOptions, scratch: Path, progress: Progress
     ) -> None:
-        self.spec = spec
-        self.options = options
-        self.scratch = scratch
-        self.progress = progress
+        self.spec, self.options = spec, options
+        self.scratch, self.progress = scratch, progress
         self.random = random.Random(options.seed)
         self.limit = Limit(options.seconds)
         self.report = GatewayReport(
@@ -231,7 +220,7 @@ class GatewayChaos:
 
     async def _run_rounds(self) -> None:
         try:
-            for fault in self._faults():
+            for fault in deal(self.options.faults, self.options.rounds, self.random):
                 await self._add_round(fault)
                 if self.limit.is_over and len(self.report.detail) < self.options.rounds:
                     self.report.ended_early = self.limit.reason
@@ -244,15 +233,6 @@ class GatewayChaos:
     async def _add_round(self, fault: str) -> None:
         self.report.detail.append(GatewayRound(len(self.report.detail) + 1, fault))
         await self._round(self.report.detail[-1])
-
-    def _faults(self) -> list[str]:
-        """Return every fault, shuffled and repeated."""
-        faults: list[str] = []
-        while len(faults) < self.options.rounds:
-            cycle = list(self.options.faults)
-            self.random.shuffle(cycle)
-            faults += cycle
-        return faults[: self.options.rounds]
 
     async def _round(self, entry: GatewayRound) -> None:
         """Have the agents talk while a fault strikes, then kill and restart the gateway, and check

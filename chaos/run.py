@@ -14,13 +14,13 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from chaos import prime_rl
+from chaos import Progress, deal, prime_rl
 from chaos.control import NaiveBook, NaiveRollouts, naive_refit
 from chaos.faults import WHERE, Injector, Joiner, ResettingHttp, Strike
 from chaos.limit import Limit
@@ -38,7 +38,6 @@ from rollway.spec import AdminTimeouts, StackSpec
 MODES: tuple[RefitMode, ...] = ("pause-all", "in-flight", "rolling")
 TIMEOUTS = AdminTimeouts(probe=5.0, pause=10.0, update=20.0)
 PATIENCE_SECONDS = 20.0
-Progress = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -117,23 +116,14 @@ class Report:
         return asdict(self)
 
 
-async def run_chaos(spec: StackSpec, options: ChaosOptions, progress: Progress) -> Report:
-    """Run the rounds and return the report."""
-    with tempfile.TemporaryDirectory(prefix="rollway-chaos-") as scratch:
-        chaos = Chaos(spec, options, Path(scratch), progress)
-        return await chaos.run()
-
-
 class Chaos:
     """A run of chaos."""
 
     def __init__(
         self, spec: StackSpec, options: ChaosOptions, scratch: Path, progress: Progress
     ) -> None:
-        self.spec = spec
-        self.options = options
-        self.scratch = scratch
-        self.progress = progress
+        self.spec, self.options = spec, options
+        self.scratch, self.progress = scratch, progress
         self.random = random.Random(options.seed)
         self.limit = Limit(options.seconds)
         base = Path(spec.models[0].path)
@@ -244,11 +234,7 @@ class Chaos:
         if self.options.unprotected:
             return [Strike("none", "before")] * self.options.rounds
         possible = [Strike(fault, step) for fault in self.options.faults for step in WHERE[fault]]
-        strikes: list[Strike] = []
-        while len(strikes) < self.options.rounds:
-            self.random.shuffle(possible)
-            strikes += possible
-        return strikes[: self.options.rounds]
+        return deal(possible, self.options.rounds, self.random)
 
     async def _round(self, number: int, strike: Strike) -> None:
         self._count_up()

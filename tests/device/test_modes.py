@@ -15,7 +15,7 @@ import torch
 
 import rollway
 from benchmarks.gpu_load import make_prompts, read_metric
-from benchmarks.real_model import Weights, cache_model, change_all, draw_weights
+from benchmarks.real_model import SHAPES, Weights, cache_model, change_all, draw_weights
 from rollway.aio import Stack, up
 from rollway.fleet.report import RefitMode
 from rollway.rollout.client import Rollout
@@ -81,7 +81,7 @@ async def refit_alone(
 
 
 async def run_all_modes(size: str) -> None:
-    weights = draw_weights(size, torch.device(DEVICE))
+    weights = draw_weights(SHAPES[size], torch.device(DEVICE))
     path = cache_model(cache_dir() / f"bench-{size}", size, weights)
     args = {**ARGS, "kv-cache-memory-bytes": (64 << 20) if size == "tiny" else (8 << 30)}
     if GPUS:

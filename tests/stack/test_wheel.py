@@ -72,4 +72,6 @@ def test_an_empty_environment_attaches_to_a_stack(
         assert attached.returncode == 0, attached.stderr
         assert json.loads(attached.stdout) == [4, 4]
         status = json.loads(run("rollway", "status", stack.name, "--json").stdout)
-        assert "wheel" in json.dumps(status)
+        assert [(shown["name"], shown["phase"]) for shown in status["stacks"]] == [
+            (stack.name, "ready")
+        ]

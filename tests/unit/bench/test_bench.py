@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from benchmarks.curator import Round, make_report
-from benchmarks.observe import ObserveBench
-from benchmarks.observe_traffic import compare
+from benchmarks.curator import make_report
+from benchmarks.observe import compare
 from benchmarks.prime_rl import Load, summarize
 from benchmarks.ray import bench_planning
 from rollway.cli import main
@@ -19,8 +17,12 @@ def test_ratios_are_taken_within_a_round() -> None:
     """Across rounds, a machine that was faster in one of them would look like a faster arm."""
     rows = [{"off": 100.0, "on": 99.0}, {"off": 50.0, "on": 49.0}, {"off": 10.0, "on": 20.0}]
     assert compare(rows)["ratio"] == 0.99
+    rounds = [
+        {"backend": backend, "ready_seconds": seconds, "stop_seconds": seconds}
+        for backend, seconds in (("curator", 2.0), ("rollway", 1.0))
+    ]
     pairs = {"curator": [100.0, 50.0, 100.0], "rollway": [99.0, 50.0, 97.0]}
-    figures = make_report([Round("curator", 2, 2), Round("rollway", 1, 1)], pairs)
+    figures = make_report(rounds, pairs)
     assert (figures["rows"], figures["ready"]) == (0.99, 0.5)
 
 
@@ -38,13 +40,15 @@ def test_a_large_stack_is_placed_whole_on_ray() -> None:
 def test_an_interrupted_run_prints_what_it_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def measure(part: str, options: object, figures: dict[str, object]) -> None:
+        figures["rounds"] = 3
+        if part == "vllm":
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("benchmarks.commands.require", lambda *_: None)
-    monkeypatch.setattr(ObserveBench, "run", interrupt)
+    monkeypatch.setattr("benchmarks.observe._measure_part", measure)
     assert main(["bench", "observe", "--json"]) == 130
-    assert json.loads(capsys.readouterr().out)["is_interrupted"] is True
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["is_interrupted"] is True and printed["mockers"] == {"rounds": 3}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,6 @@ def test_wrong_arguments_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("benchmarks.commands.require", lambda *_: None)
-    monkeypatch.setattr("benchmarks.commands._build_demo_model", lambda: Path("/no/model"))
+    monkeypatch.setattr("benchmarks.__main__.require", lambda *_: None)
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err

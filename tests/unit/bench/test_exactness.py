@@ -15,10 +15,10 @@ from benchmarks import exactness
 from benchmarks.exactness import (
     ExactnessOptions,
     describe_exact_stack,
-    run_command,
+    run_bench,
 )
 from benchmarks.gpu_load import PROMPT_TOKENS
-from benchmarks.real_model import Reference, pick_logprobs
+from benchmarks.real_model import SHAPES, Reference, draw_weights, pick_logprobs
 from rollway.cli import main
 from rollway.rollout.client import Rollout, Span
 from rollway.rollout.sampling import Sampling
@@ -37,7 +37,7 @@ class FakeEngine:
     def __init__(self, checkpoint: Path, dtype: torch.dtype, noise: float, stale: bool) -> None:
         self.dtype, self.noise, self.stale = dtype, noise, stale
         self.checkpoint = checkpoint
-        self.load(exactness.draw_weights("tiny", CPU))
+        self.load(draw_weights(SHAPES["tiny"], CPU))
         self.generator = torch.Generator().manual_seed(0)
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
@@ -107,7 +107,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
             yield FakeEngine(Path(spec.models[0].path), dtype, noise, stale)
 
         monkeypatch.setattr(exactness, "up", up)
-        return run_command(options, lambda _: None)
+        return run_bench(options, lambda _: None)
 
     return run
 
@@ -146,7 +146,7 @@ def test_batch_invariance_is_refused_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preset, "list_gpus", list)
-    monkeypatch.setattr("benchmarks.commands.require", lambda *_: None)
+    monkeypatch.setattr("benchmarks.__main__.require", lambda *_: None)
     assert main(["bench", "exactness", "--batch-invariant"]) == 2
     message = capsys.readouterr().err
     assert "batch-invariant mode cannot run here" in message and "GPU" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,31 +14,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import gpu_options, round_floats
+from benchmarks import gpu_engine, round_floats
 from benchmarks.gpu_colocated import fit_slope
-from benchmarks.gpu_engine import GpuEngineBench, Skip
+from benchmarks.gpu_engine import GpuEngineBench, Options, Skip, describe_stack
 from benchmarks.gpu_load import MemoryWatch, make_prompts, measure_limits
-from benchmarks.gpu_options import Options, describe_stack
 from benchmarks.real_model import (
-    MARKER,
+    SHAPES,
     Reference,
     Weights,
     cache_model,
     change_all,
     change_some,
     draw_weights,
-    write_weights,
 )
 from rollway.errors import UsageError
 from rollway.rollout.client import Rollout, Span
-from rollway.weights.transports.files import read_tensors
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def weights() -> Weights:
-    return draw_weights("tiny", CPU)
+    return draw_weights(SHAPES["tiny"], CPU)
 
 
 def test_the_checkpoint_is_what_transformers_reads(weights: Weights, tmp_path: Path) -> None:
@@ -55,24 +53,15 @@ def test_a_written_checkpoint_is_kept_and_a_half_one_is_not(
     written = (path / "model.safetensors").stat().st_mtime_ns
     assert cache_model(path, "tiny", weights) == path
     assert (path / "model.safetensors").stat().st_mtime_ns == written
-    (path / MARKER).write_text("{}")
+    shutil.rmtree(path)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("benchmarks.real_model.write_weights", interrupt)
+    monkeypatch.setattr("benchmarks.real_model.save_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
         cache_model(path, "tiny", weights)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-
-
-def test_weights_are_written_in_parts_of_any_size(
-    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.real_model._CHUNK", 1000)
-    write_weights(tmp_path / "model.safetensors", weights)
-    stored = dict(read_tensors(tmp_path))
-    assert all(torch.equal(stored[name], weights[name]) for name in weights)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_changes_have_the_size_that_they_promise(weights: Weights) -> None:
@@ -201,7 +190,7 @@ def test_an_interrupt_keeps_what_was_measured(
 
     monkeypatch.setattr(GpuEngineBench, "run", run)
     before = signal.getsignal(signal.SIGTERM)
-    code, figures = gpu_options.run_command(make_arguments(), lambda _: None)
+    code, figures = gpu_engine.run(make_arguments())
     assert code == 130 and figures["is_interrupted"] and figures["limits"] == {"gigabytes": 1.0}
     assert figures["stopped"] and signal.getsignal(signal.SIGTERM) == before
 
@@ -212,7 +201,7 @@ def test_an_interrupt_keeps_what_was_measured(
 )
 def test_wrong_options_are_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        gpu_options.run_command(make_arguments(**wrong), lambda _: None)
+        gpu_engine.run(make_arguments(**wrong))
 
 
 def test_lost_tokens_follow_from_pauses_and_the_rate() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.commands import parse_counts
-from benchmarks.router import Figures, RouterReport, Routing, adapt_spec
+from benchmarks.router import Figures, RouterReport, Routing, adapt_spec, parse_counts
 from benchmarks.router_traffic import (
     Tally,
     Traffic,
