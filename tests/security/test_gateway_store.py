@@ -65,6 +65,15 @@ async def test_deleting_a_session_before_its_first_turn_ends_it(store: Store) ->
     assert not await store.delete("s")
 
 
+async def test_a_session_that_is_deleted_before_it_is_read_is_gone(path: Path) -> None:
+    store = Store(path)
+    await record(store, make_turn("s"))
+    store.close()
+    again = Store(path)
+    assert await asyncio.gather(again.delete("s"), again.find("s")) == [True, None]
+    again.close()
+
+
 async def test_failed_requests_leave_no_session(store: Store) -> None:
     for number in range(100):
         await store.open(f"failed {number}")
@@ -111,6 +120,18 @@ async def test_a_reader_only_delays_the_erasure(path: Path) -> None:
     assert await record(store, make_turn("kept")) and b"secret" in read_files(path)
     reader.close()
     await wait_until_async(lambda: b"secret" not in read_files(path))
+    store.close()
+
+
+async def test_the_log_of_a_busy_gateway_stays_small(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_LOG_BYTES", 50_000)
+    store, wal = Store(path), path.with_name(f"{path.name}-wal")
+    for _ in range(200):
+        await record(store, make_turn("s"))
+    await wait_until_async(lambda: wal.stat().st_size < 100_000)
+    assert path.stat().st_size > 50_000 and len(await list_ids(store, "s")) == 200
     store.close()
 
 
@@ -190,6 +211,8 @@ async def test_a_read_only_disk_serves_recorded_turns(small_disk: Path, ended: b
                 await write
         with pytest.raises(UsageError, match="Another gateway"):
             Store(path)
+        with pytest.raises(UsageError, match="Read-only"):
+            Store(path.with_name("other.sqlite"))
         reader.close()
     finally:
         remount(small_disk, "rw")
