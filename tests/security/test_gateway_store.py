@@ -53,7 +53,7 @@ async def test_deleting_a_session_with_a_turn_in_flight_records_nothing(path: Pa
     assert new.turns[0].parent is None and "not recorded" in new.turns[0].forked
     store.close()
     again = Store(path)
-    assert len((await again.open("s")).trajectories()) == 1
+    assert (await again.open("s")).count_trajectories() == 1
     again.close()
 
 
@@ -279,8 +279,6 @@ def test_an_old_journal_is_refused(tmp_path: Path) -> None:
     old.write_bytes(b'{"sum":"5f1c9a0e","entry":{"type":"turn"}}\n')
     with pytest.raises(UsageError, match="not the store of a gateway"):
         Store(old)
-    with pytest.raises(UsageError, match=r"earlier version.*Move it away"):
-        Store(tmp_path / "stack.sqlite")
     assert [each.name for each in tmp_path.iterdir()] == ["stack.jsonl"]
 
 
@@ -348,7 +346,7 @@ async def test_turns_at_the_same_time_share_a_commit_and_keep_their_order(path: 
         name: known[name] for name in names[1:]
     }
     for name in names[1:]:
-        assert len((await again.open(name)).trajectories()) == 1
+        assert (await again.open(name)).count_trajectories() == 1
     again.close()
 
 
@@ -365,7 +363,7 @@ async def test_only_recent_sessions_are_in_memory(
         await record(store, make_turn(f"s{number}", f"first {number}"))
     assert await store.open("s0") is held and len(held.turns) == 2
     for number in range(10):
-        assert len((await store.open(f"s{number}")).trajectories()) == 1
+        assert (await store.open(f"s{number}")).count_trajectories() == 1
     store.close()
 
 

@@ -409,12 +409,6 @@ def _claim(path: Path) -> int:
             raise OSError(errno.EPERM, "All users can write to its directory")
         for suffix in ("", "-wal", "-shm"):
             _check_owner(path.with_name(path.name + suffix))
-        old = path.with_suffix(".jsonl")
-        if old != path and old.exists():
-            raise UsageError(
-                f"{old} is a journal of an earlier version, which this version does not read.",
-                "Move it away to begin with no sessions.",
-            )
         try:
             file = private_files.open_file(path, os.O_RDWR)
         except OSError:
