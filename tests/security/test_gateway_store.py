@@ -70,7 +70,8 @@ async def test_a_session_that_is_deleted_before_it_is_read_is_gone(path: Path) -
     await record(store, make_turn("s"))
     store.close()
     again = Store(path)
-    assert await asyncio.gather(again.delete("s"), again.find("s")) == [True, None]
+    is_deleted, session = await asyncio.gather(again.delete("s"), again.find("s"))
+    assert is_deleted and session is None
     again.close()
 
 
