@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 from weakref import WeakValueDictionary
 
@@ -132,6 +132,8 @@ class Store:
         self._is_emptying = False
         self._pending: list[tuple[Session, Sequence[Turn], Future[bool]]] = []
         """Turns that wait for the thread."""
+        self._jobs: set[Future[Any]] = set()
+        """What the thread has to do. Turns queue behind it, so that their order stays."""
         self._erase_within = erase_within
         self._eraser: threading.Timer | None = None
         self._file = None if path is None else _claim(path)
@@ -211,7 +213,7 @@ class Store:
 
     def _lock_now(self, turns: Sequence[Turn]) -> bool:
         """Lock the database, if it is free and writing these turns takes little time."""
-        if self._sync or any(turn.routed_experts is not None for turn in turns):
+        if self._sync or self._jobs or any(turn.routed_experts is not None for turn in turns):
             return False
         ids = sum(_IDS_PER_ROW + len(turn.new_ids) + len(turn.token_ids) for turn in turns)
         return ids <= _MANY_IDS and self._writing.acquire(blocking=False)
@@ -223,7 +225,10 @@ class Store:
             with self._writing:
                 return work(*arguments)
 
-        return self._thread.submit(run)
+        job = self._thread.submit(run)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return job
 
     # --- with the database locked ----------------------------------------------------------------
 
