@@ -20,7 +20,7 @@ from rollway.gateway.tokens import Access, scope_of
 from rollway.gateway.turns import Session, Turn
 from tests.awkward_tokenizer import PLAIN
 from tests.security.gateway_service import USER, Service, read_error, serve_gateway
-from tests.waiting import wait_until_async
+from tests.waiting import settle, wait_until_async
 
 # Two nested loops, each as long as `n` in the settings.
 _LOOPS = "{% for a in range(n or 0) %}{% for b in range(n or 0) %}{% endfor %}{% endfor %}" + PLAIN
@@ -250,21 +250,29 @@ async def test_a_long_prefix_is_joined_without_blocking_other_requests(
 async def test_long_turns_are_recorded_without_blocking_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """256 answers to a prompt of 130,000 tokens once blocked the event loop for 2.5 s."""
+    """256 answers to a prompt of 130,000 tokens once blocked the event loop for 2.5 s. Turns that
+    arrive while a long one waits for the thread are recorded after it."""
     store = Store(tmp_path / "gateway.sqlite")
-    checks = _watch(monkeypatch, Turn, "check")
+    checks, may_begin = _watch(monkeypatch, Turn, "check"), threading.Event()
 
     def make_turn(history: str, count: int) -> Turn:
         return Turn("s", "m", history, [1] * count, [2], [-0.5], "stop", None, None)
 
     try:
         session = await store.open("s")
-        sizes = (10, 10, 30_000, 10, 60_000)
-        turns = [make_turn(str(number), size) for number, size in enumerate(sizes)]
-        assert all(await asyncio.gather(*(store.record(session, [turn]) for turn in turns)))
+        assert await store.record(session, [make_turn("0", 10)])
+        assert checks == [threading.main_thread()]
+        store._thread.submit(may_begin.wait)
+        sizes = (30_000, 10, 60_000, 10)
+        turns = [make_turn(str(number), size) for number, size in enumerate(sizes, 1)]
+        recording = asyncio.gather(*(store.record(session, [turn]) for turn in turns))
+        await settle()
+        may_begin.set()
+        assert all(await recording)
         assert [turn.history for turn in session.turns] == list("01234")
-        assert threading.main_thread() not in checks
+        assert threading.main_thread() not in checks[1:]
     finally:
+        may_begin.set()
         store.close()
 
 

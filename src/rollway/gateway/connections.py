@@ -30,7 +30,7 @@ _HANDSHAKE_SECONDS = 5.0
 _BACKLOG = 4096
 _FEW_FILES = 4096  # with a lower limit, the gateway warns
 _RESERVED_FILES = 64
-"""Descriptors for the journal, the listener and the interpreter."""
+"""Descriptors for the store, the listener and the interpreter."""
 # aiohttp logs malformed requests with their raw text: keys would be in the log, and strangers could
 # fill it. Servers themselves log what fails in a handler.
 _NO_LOG = logging.getLogger("rollway.gateway.http")

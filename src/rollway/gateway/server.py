@@ -4,7 +4,7 @@
                                │  template, splice, record
     trainer ◄─ GET /v1/rollway/trajectories/{session}
 
-The header `x-rollway-session` names the session, or else the API key (see `access`). The gateway
+The header `x-rollway-session` names the session, or else the API key (see `tokens`). The gateway
 finds earlier turns of a session by their content, and sends them to the engine as the very ids that
 were sampled. Nothing slow runs in the event loop (see `threads`).
 """
@@ -383,7 +383,7 @@ class Gateway:
 
     async def _receive(self, request: web.Request, body: bytearray) -> None:
         """Read the body of a request, and count its bytes as they arrive."""
-        most = requests.get_body_limit(self.context_length)
+        most = request.client_max_size
         async for chunk in request.content.iter_any():
             size = len(body) + len(chunk)
             if size > most:

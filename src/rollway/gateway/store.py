@@ -6,8 +6,10 @@ A turn is committed before the client receives its answer, so a gateway that is 
 has everything that a client received. If a session is deleted meanwhile, its turns in flight are
 answered but not recorded.
 
-One thread owns the database. Turns that arrive while it commits share its next commit. Recent
-sessions are also in memory; of the others only their names and numbers of turns are.
+A commit is some writes to the kernel, so short turns are committed at once. What takes longer runs
+in a thread: long turns, waits for the disk, deletes, reading. Turns that arrive meanwhile share the
+thread's next commit. Recent sessions are also in memory; of the others only their names and numbers
+of turns are.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ import sqlite3
 import stat
 import threading
 import zlib
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 from weakref import WeakValueDictionary
 
@@ -64,6 +66,13 @@ INSERT INTO turns (session, tokens, forked, version, crc, filler, turn)
 VALUES (?, ?, ?, ?, ?, zeroblob({_PAGE}), ?)
 """
 _ERASE_SECONDS = 60.0
+_LOG_BYTES = 2**22
+"""The size at which the write-ahead log is emptied. That waits for the disk twice."""
+_MANY_IDS, _IDS_PER_ROW = 20_000, 100
+"""Turns with more token ids are written in the thread: that takes milliseconds. Each turn costs as
+much as some ids do."""
+_BUSY_MS = 100
+"""How long a commit waits for another program that has locked the file."""
 _RECENT = 1024
 """How many sessions stay in memory."""
 _MOST_REASONS = 32
@@ -74,7 +83,7 @@ _DAMAGE = (sqlite3.DatabaseError, ValueError, TypeError, KeyError)
 _decoder = msgspec.msgpack.Decoder(Turn)
 
 _Row = tuple[int, bool, int | None, int, bytes]
-_Batched = tuple[Session, Sequence[Turn], list[_Row], Future[bool]]
+_Batch = list[tuple[Session, Sequence[Turn], list[_Row]]]
 
 
 class StoreFull(RollwayError):
@@ -116,8 +125,15 @@ class Store:
         self._opened: WeakValueDictionary[str, Session] = WeakValueDictionary()
         """The sessions in memory, and those that only a request in flight refers to so far."""
         self._recent: OrderedDict[str, Session] = OrderedDict()
-        self._names = threading.Lock()  # guards these tables
-        self._pending: deque[tuple[Session, Sequence[Turn], Future[bool]]] = deque()
+        self._names = threading.Lock()  # guards these tables; held only briefly
+        self._writing = threading.Lock()  # guards the database
+        self._sync = sync
+        self._log = None if path is None else f"{path}-wal"
+        self._is_emptying = False
+        self._pending: list[tuple[Session, Sequence[Turn], Future[bool]]] = []
+        """Turns that wait for the thread."""
+        self._jobs: set[Future[Any]] = set()
+        """What the thread has to do. Turns queue behind it, so that their order stays."""
         self._erase_within = erase_within
         self._eraser: threading.Timer | None = None
         self._file = None if path is None else _claim(path)
@@ -130,13 +146,15 @@ class Store:
                 self._db = _connect(path, "rw")
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
                 self._db.execute("PRAGMA secure_delete = ON")
+                self._db.execute("PRAGMA wal_autocheckpoint = 0")
+                self._db.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
                 _create(self._db)
         except BaseException:
             if self._file is not None:
                 os.close(self._file)
             raise
         self._thread = ThreadPoolExecutor(1, "gateway-store")
-        self._erase()  # what a killed gateway had deleted
+        self._empty_log()  # it may have sessions that a killed gateway had deleted
 
     async def open(self, name: str) -> Session:
         """Return the session to record into. It is listed once it has a turn."""
@@ -147,38 +165,72 @@ class Store:
             if session is not None:
                 self._opened[name] = session
                 return session
-        return await self._run(self._load, name)
+        return await asyncio.wrap_future(self._submit(self._load, name))
 
     async def find(self, name: str) -> Session | None:
         """Return a session that has turns."""
-        return await self.open(name) if name in self.sessions else None
+        session = await self.open(name) if name in self.sessions else None
+        return session if session is not None and session.turns else None  # deleted meanwhile
 
     async def record(self, session: Session, turns: Sequence[Turn]) -> bool:
         """Record turns of one session: all of them, or none. If the session was deleted, record
         nothing and return False."""
+        if self._lock_now(turns):
+            try:
+                if session.gone:
+                    return False
+                self._commit([(session, turns, [_encode(session, turn) for turn in turns])])
+                return True
+            finally:
+                self._writing.release()
         future: Future[bool] = Future()
-        self._pending.append((session, turns, future))
-        self._thread.submit(self._drain)
+        with self._names:
+            self._pending.append((session, turns, future))
+            is_first = len(self._pending) == 1
+        if is_first:
+            self._submit(self._drain)
         return await asyncio.wrap_future(future)
 
     async def delete(self, name: str) -> bool:
         """Delete a session; return False if there is none. Its text leaves the files soon."""
-        return await self._run(self._delete, name)
+        session = self._opened.get(name)
+        if session is not None and self._lock_now(session.turns):
+            try:
+                return self._delete(name)
+            finally:
+                self._writing.release()
+        return await asyncio.wrap_future(self._submit(self._delete, name))
 
     def close(self) -> None:
         """Finish what was requested, erase deleted sessions, and release the file."""
         self._thread.shutdown()
         if self._eraser is not None:
             self._eraser.cancel()
-        self._erase()
+        self._empty_log()
         self._db.close()
         if self._file is not None:
             os.close(self._file)
 
-    # --- in the thread ---------------------------------------------------------------------------
+    def _lock_now(self, turns: Sequence[Turn]) -> bool:
+        """Lock the database, if it is free and writing these turns takes little time."""
+        if self._sync or self._jobs or any(turn.routed_experts is not None for turn in turns):
+            return False
+        ids = sum(_IDS_PER_ROW + len(turn.new_ids) + len(turn.token_ids) for turn in turns)
+        return ids <= _MANY_IDS and self._writing.acquire(blocking=False)
 
-    async def _run(self, work: Callable[[str], T], name: str) -> T:
-        return await asyncio.wrap_future(self._thread.submit(work, name))
+    def _submit(self, work: Callable[..., T], *arguments: str) -> Future[T]:
+        """Run `work` in the thread, with the database locked."""
+
+        def run() -> T:
+            with self._writing:
+                return work(*arguments)
+
+        job = self._thread.submit(run)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return job
+
+    # --- with the database locked ----------------------------------------------------------------
 
     def _keep(self, session: Session) -> Session:
         """Keep a session in memory, and let go of the one that was used least recently."""
@@ -189,55 +241,64 @@ class Store:
         return session
 
     def _load(self, name: str) -> Session:
+        session = self._opened.get(name)  # another request may have loaded it
+        if session is not None:
+            return session
+        session = Session(name)
+        query = "SELECT turn, crc FROM turns WHERE session = ? ORDER BY number"
+        for raw, crc in self._db.execute(query, (self._ids.get(name),)):
+            turn = decode(raw, crc, self._name)
+            if turn.session != name:
+                raise StoreDamaged(self._name, "a turn is in another session")
+            session.add(turn)
         with self._names:
-            session = self._opened.get(name)
-        if session is None:
-            session = Session(name)
-            query = "SELECT turn, crc FROM turns WHERE session = ? ORDER BY number"
-            for raw, crc in self._db.execute(query, (self._ids.get(name),)):
-                turn = decode(raw, crc, self._name)
-                if turn.session != name:
-                    raise StoreDamaged(self._name, "a turn is in another session")
-                session.add(turn)
-        with self._names:
-            return self._keep(session)
+            # If it was deleted meanwhile, a new session may have its name.
+            session = self._opened.setdefault(name, session)
+            return self._keep(session) if session.turns else session
 
     def _drain(self) -> None:
         """Record all waiting turns in one transaction. A turn that is refused fails alone."""
-        batch: list[_Batched] = []
-        while self._pending:
-            session, turns, future = self._pending.popleft()
+        batch: _Batch = []
+        futures: list[tuple[Session, Future[bool]]] = []
+        with self._names:
+            waiting, self._pending = self._pending, []
+        for session, turns, future in waiting:
             if not future.set_running_or_notify_cancel():  # its client is gone
                 continue
             try:
-                batch.append((session, turns, [_encode(session, turn) for turn in turns], future))
+                rows = [_encode(session, turn) for turn in turns]
             except Exception as error:  # noqa: BLE001 - the requests must not wait for ever
                 future.set_exception(error)
+                continue
+            futures.append((session, future))
+            if not session.gone:
+                batch.append((session, turns, rows))
         try:
-            self._commit([item for item in batch if not item[0].gone])
+            self._commit(batch)
         except Exception as error:  # noqa: BLE001 - as above
-            for *_, future in batch:
+            for _, future in futures:
                 future.set_exception(error)
             return
-        for session, _, _, future in batch:
+        for session, future in futures:
             future.set_result(not session.gone)
 
-    def _commit(self, batch: Sequence[_Batched]) -> None:
+    def _commit(self, batch: _Batch) -> None:
         """Write turns to the file, then to memory: all of them count, or none."""
         if not batch:
             return
         ids: dict[str, int] = {}
         with self._transaction():
-            for session, _, rows, _ in batch:
+            for session, _, rows in batch:
                 number = self._ids.get(session.name) or ids.get(session.name)
                 if number is None:
                     number = self._db.execute(_INSERT_SESSION, (session.name,)).lastrowid
                     assert number is not None
                     ids[session.name] = number
-                self._db.executemany(_INSERT_TURN, [(number, *row) for row in rows])
+                for row in rows:
+                    self._db.execute(_INSERT_TURN, (number, *row))
         self._ids |= ids
         with self._names:
-            for session, turns, _, _ in batch:
+            for session, turns, _ in batch:
                 for turn in turns:
                     session.add(turn)
                     self._count(turn)
@@ -252,8 +313,7 @@ class Store:
             self.forks[turn.forked if is_known else "other"] += 1
 
     def _delete(self, name: str) -> bool:
-        with self._names:
-            session, is_recorded = self._opened.get(name), name in self.sessions
+        is_recorded = name in self.sessions
         if is_recorded:
             with self._transaction():
                 for query in (
@@ -264,15 +324,18 @@ class Store:
             del self._ids[name]
             self._schedule_erasure()
         with self._names:
+            session = self._opened.pop(name, None)
             if session is not None:
                 session.gone = True
-            self._opened.pop(name, None)
             self._recent.pop(name, None)
             self.sessions.pop(name, None)
         return is_recorded or session is not None
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
+        if not self._is_emptying and self._is_log_long():
+            self._is_emptying = True
+            self._submit(self._empty_log)
         try:
             if self._file is not None and not os.fstat(self._file).st_nlink:
                 raise sqlite3.OperationalError("another program removed it; restart the gateway")
@@ -289,6 +352,12 @@ class Store:
                 "Free space on its disk. Only after a read-only disk, restart the gateway.",
             ) from error
 
+    def _is_log_long(self) -> bool:
+        try:
+            return self._log is not None and os.stat(self._log).st_size > _LOG_BYTES  # noqa: PTH116
+        except FileNotFoundError:  # on a read-only disk
+            return False
+
     def _schedule_erasure(self) -> None:
         if self._eraser is None:
             self._eraser = threading.Timer(self._erase_within / 2, self._submit_erasure)
@@ -298,16 +367,17 @@ class Store:
     def _submit_erasure(self) -> None:
         self._eraser = None
         with contextlib.suppress(RuntimeError):  # the gateway ends, and erases itself
-            self._thread.submit(self._erase)
+            self._submit(self._empty_log)
 
-    def _erase(self) -> None:
-        """Empty the write-ahead log, which still has the text of deleted sessions; in the database
-        itself, `secure_delete` has overwritten it."""
+    def _empty_log(self) -> None:
+        """Move the write-ahead log into the file. It still has the text of deleted sessions, which
+        `secure_delete` overwrites in the file."""
         try:
             is_busy = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         except sqlite3.Error as error:
             log.warning("The text of deleted sessions is not erased yet: %s", error)
             is_busy = True
+        self._is_emptying = bool(is_busy)
         if is_busy:  # a reader is at work, or the disk is full
             self._schedule_erasure()
 
@@ -344,15 +414,11 @@ def _claim(path: Path) -> int:
             raise OSError(errno.EPERM, "All users can write to its directory")
         for suffix in ("", "-wal", "-shm"):
             _check_owner(path.with_name(path.name + suffix))
-        old = path.with_suffix(".jsonl")
-        if old != path and old.exists():
-            raise UsageError(
-                f"{old} is a journal of an earlier version, which this version does not read.",
-                "Move it away to begin with no sessions.",
-            )
         try:
             file = private_files.open_file(path, os.O_RDWR)
         except OSError:
+            if not path.exists():
+                raise
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)  # a read-only disk
     except OSError as error:
         raise UsageError(
@@ -441,7 +507,7 @@ def _check(db: sqlite3.Connection, path: Path) -> tuple[dict[str, int], dict[str
         )
     (result,) = db.execute("PRAGMA integrity_check(1)").fetchone()
     if result != "ok":
-        raise StoreDamaged(path, result)
+        raise StoreDamaged(path, result.splitlines()[-1])
     names = dict(db.execute("SELECT id, name FROM sessions"))
     counts = dict.fromkeys(names.values(), 0)
     for number, raw, crc in db.execute("SELECT session, turn, crc FROM turns"):

@@ -170,7 +170,7 @@ def make_page(session: Session, name: str, offset: int, limit: int) -> bytes:
     """Return a page as JSON. It runs in a thread while the session may grow."""
     shown: list[dict[str, Any]] = []
     tokens, total = 0, session.count_trajectories()
-    for sequence in islice(session.each_trajectory(offset), limit):
+    for sequence in islice(session.trajectories(offset), limit):
         tokens += len(sequence.token_ids)
         if shown and tokens > _PAGE_TOKENS:
             break

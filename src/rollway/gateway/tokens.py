@@ -8,7 +8,7 @@
 
 With tokens, a session is stored as `<digest of the token>/<name>`, so two agents that choose the
 same name have two sessions. Without tokens, the digest of an API key names the session: keys may be
-secrets, so neither the journal nor a listing contains them.
+secrets, so neither the store nor a listing contains them.
 """
 
 from __future__ import annotations

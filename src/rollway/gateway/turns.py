@@ -142,12 +142,9 @@ class Session:
         experts = self._last_experts(turn)
         return 0 if experts is None else experts.end
 
-    def trajectories(self) -> list[TokenSequence]:
-        """Build one sequence for each turn that no other turn continues."""
-        return list(self.each_trajectory())
-
-    def each_trajectory(self, start: int = 0) -> Iterator[TokenSequence]:
-        """Yield what `trajectories` returns, from number `start` on; build each when it is due."""
+    def trajectories(self, start: int = 0) -> Iterator[TokenSequence]:
+        """Yield a sequence for each turn that no other turn continues, from number `start` on. Each
+        is built when it is due."""
         turns = list(self.turns)
         parents = {turn.parent for turn in turns}
         leaves = [position for position, turn in enumerate(turns) if turn.id not in parents]

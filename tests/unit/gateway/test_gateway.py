@@ -86,7 +86,7 @@ def test_tokens_shared_by_two_trajectories_are_trained_on_once() -> None:
     assert second.loss_mask == [0, 0, 0, 0, 0, 1, 1]
     assert second.forked_from is not None and second.forked_from.sequence == 0
     assert [span.version for span in second.spans] == [1]
-    assert list(session.each_trajectory(1)) == [second]
+    assert list(session.trajectories(1)) == [second]
     assert session.count_trajectories() == 2
     assert session.latest(["x", "a", "y"]) == ("1", 2) and session.latest(["x"]) is None
 
