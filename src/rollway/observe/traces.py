@@ -217,7 +217,8 @@ class Tracer:
                 provider = TracerProvider(
                     resource=resource, shutdown_on_exit=False, id_generator=_Ids()
                 )
-                provider.add_span_processor(BatchSpanProcessor(self._make_exporter()))
+                exporter = self._make_exporter(endpoint=self.url)
+                provider.add_span_processor(BatchSpanProcessor(exporter))
                 # Its flush has no limit of time, and no thread can start while Python ends.
                 threading.Thread(
                     target=self._flush_when_asked,

@@ -178,6 +178,17 @@ def test_the_callers_own_span_is_the_parent(receiver: Receiver) -> None:
     assert received.parent == f"{context.span_id:016x}"
 
 
+def test_spans_go_to_the_endpoint_of_the_tracer(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable may be gone by the first span, which opens the connection."""
+    tracer = open_now()
+    monkeypatch.delenv(ENDPOINT)
+    tracer.begin("late").finish({})
+    tracer.flush()
+    assert [span.name for span in receiver.spans] == ["late"]
+
+
 def test_the_sampler_of_the_environment_decides(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

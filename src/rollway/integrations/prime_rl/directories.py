@@ -20,14 +20,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import Checkpoint, check_checkpoint, read_config
 from rollway.weights.layout import is_kernel_layout
 
 Marker = Literal["either", "STABLE", ".finished"]
-MARKERS: tuple[Marker, ...] = get_args(Marker)
 _STEP = re.compile(r"step[_-](\d{1,15})")
 _FILES = (".safetensors", ".json")
 FileStamp = tuple[tuple[str, int, int], ...]
