@@ -3,12 +3,11 @@
     trainer ── publish: copy into buckets, sum ──► device memory   (`in_place`: its parameters)
                  │ list of tensors: /dev/shm/rollway-ipc-…/<slot>.json      ▲ opened once
     offer ───────┴─ IPC handles of the allocations ────────────────────────┤
-    worker  ◄── `copy_into`: one kernel copies and sums; or `tensors`, as views of that memory
+    worker  ◄── `tensors`: views of that memory; the engine copies, the reader compares checksums
 
 An offer exists only after its copies are complete, because publishing waits for their checksums. A
-reader opens handles once, since later versions use the same buckets, and it reuses the copies that
-it prepared for the previous version as long as all addresses stay the same. CPU tensors use shared
-memory instead of handles, so that everything else works the same where there is no GPU.
+reader opens handles once, since later versions use the same buckets. CPU tensors use shared memory
+instead of handles, so that everything else works the same where there is no GPU.
 """
 
 from rollway.weights.transports.cuda_ipc.publisher import CudaIpcPublisher
