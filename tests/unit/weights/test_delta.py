@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.weights.digest import changes, checksums
 from rollway.weights.digest.checksums import DTYPES, digest, integers, raw_bytes
-from rollway.weights.transports.delta import reader
+from rollway.weights.transports.delta import reader, unpacking
 from rollway.weights.transports.delta.format import Encoded, decode, encode
 from rollway.weights.transports.delta.packing import Compression
 from rollway.weights.transports.delta.reader import apply
@@ -102,6 +102,19 @@ def test_one_percent_of_the_elements_is_less_than_two_percent_of_the_bytes(
     step = old.clone()
     step.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)[some] += 1
     assert len(encode("w", old, step).to_bytes()) < 0.009 * old.nbytes
+
+
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+def test_a_tensor_that_did_not_change_stays_as_it_is(
+    as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = noise((64, 33), torch.float32, seed=1)
+    change = encode("t", tensor, tensor.clone(), version=2, base=1)
+    if as_on_gpu:
+        monkeypatch.setattr(unpacking, "uses_numpy", lambda _: False)
+    room = torch.empty_like(tensor)
+    apply(change, tensor, room)
+    assert equal_bits(room, tensor)
 
 
 def test_bits_are_compared_and_not_values() -> None:

@@ -227,7 +227,7 @@ def _unpack_values(streams: Streams, device: torch.device) -> tuple[Tensor, bool
         if is_relative:
             plain = ((plain >> 1) & np.iinfo(plain.dtype).max) ^ -(plain & 1)  # undo the zigzag
         return torch.from_numpy(plain), is_relative
-    rows = streams.values.to(device).view(planes, -1)
+    rows = streams.values.to(device).view(planes, header.count)
     return join_planes(rows, size, is_relative), is_relative
 
 
