@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def run(options: argparse.Namespace) -> int:
             from rollway.cli.output import print_result  # not for `--help`
 
-            require(*packages)
+            require("cpu", *packages)
             module = import_module(f"benchmarks.{name.replace('-', '_')}")
             code, figures = module.run(options)
             print_result(options, figures, _print_lines)

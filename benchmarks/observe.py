@@ -92,7 +92,7 @@ def _measure_part(part: str, options: argparse.Namespace, figures: Figures) -> N
 
 
 def _describe_mockers() -> tuple[dict[str, Any], Load]:
-    require("dynamo")
+    require("cpu", "dynamo")
     # They answer as fast as they can, so that the client is the limit.
     args = {"max-model-len": 4096, "speedup-ratio": 1000.0}
     load = Load(4.0, at_once=64, prompt_tokens=128, max_tokens=16, has_logprobs=False)
@@ -100,7 +100,7 @@ def _describe_mockers() -> tuple[dict[str, Any], Load]:
 
 
 def _describe_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], Load]:
-    require("dynamo", "vllm")
+    require("cpu", "dynamo", "vllm")
     args: dict[str, Any] = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 128}
     model: dict[str, Any] = {"engine": "vllm", "replicas": options.workers, "args": args}
     if gpus := list_gpus():

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 
     report = RouterReport()
     if is_live:
-        require("torch", "transformers")
+        require("cpu", "torch", "transformers")
         spec = read_spec(options)
         assert spec is not None
         report.live = asyncio.run(bench_live(spec, counts, groups, say))

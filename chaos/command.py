@@ -29,7 +29,7 @@ _CHAOS_RESTART = {"backoff_seconds": 0.1, "max_backoff_seconds": 0.5, "max_failu
 
 def chaos(options: argparse.Namespace) -> int:
     """Refit, or record sessions, while things break, and check every token."""
-    require("torch", "transformers")
+    require("cpu", "torch", "transformers")
     if options.seconds is not None and not options.seconds > 0:
         raise UsageError(f"--seconds is {options.seconds:g}.", "Use a positive number.")
     if options.gateway:

@@ -207,11 +207,12 @@ class InvalidObject(UsageError):
     """The API server refused an object: its schema, a CEL rule or a webhook."""
 
 
-def require(*modules: str) -> None:
-    """Raise UsageError unless these modules are installed. Call it before a command starts work."""
+def require(extra: str, *modules: str) -> None:
+    """Raise UsageError unless these modules, which an extra brings, are installed. Call it before
+    work begins."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"This command needs packages that are not installed: {', '.join(missing)}.",
-            "pip install 'rollway[cpu,demo]', see docs/install.md.",
+            f"This needs packages that are not installed: {', '.join(missing)}.",
+            f"pip install 'rollway[{extra}]', see docs/install.md.",
         )

@@ -70,6 +70,16 @@ def test_an_empty_environment_attaches_to_a_stack(
     with rollway.up(light(base_model, "wheel")) as stack:
         attached = run("python", "-c", ATTACH, stack.name)
         assert attached.returncode == 0, attached.stderr
+        # What needs more than the core says which extra brings it.
+        for arguments, extra in (
+            (("gateway", stack.name, "--port", "0"), "cpu"),
+            (("prime-rl", "serve", stack.name, "--port", "0"), "cpu"),
+            (("k8s", "status"), "k8s"),
+            (("demo",), "cpu,demo"),
+        ):
+            refused = run("rollway", *arguments)
+            assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
+            assert f"pip install 'rollway[{extra}]'" in refused.stderr
         assert json.loads(attached.stdout) == [4, 4]
         status = json.loads(run("rollway", "status", stack.name, "--json").stdout)
         assert [(shown["name"], shown["phase"]) for shown in status["stacks"]] == [

@@ -27,7 +27,7 @@ _COMMANDS = {
     "doctor": ("doctor", "check this machine: versions, ports, memory, GPUs"),
     "fleet": ("fleet", "list, pause, refit, sleep, watch the workers of a stack"),
     "weights": ("weights", "plan the transfer of weights"),
-    "observe": ("observe", "give a stack to Prometheus, Grafana, Kubernetes"),
+    "observe": ("observe", "give a stack to Prometheus"),
     "prime-rl": ("prime_rl", "serve prime-rl's orchestrator and trainer"),
     "nemo-rl": ("nemo_rl", "run NeMo-RL's trainers on a stack"),
     "k8s": ("k8s", "run inference and training on Kubernetes"),

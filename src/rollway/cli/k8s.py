@@ -12,7 +12,7 @@ from typing import Any
 
 from rollway.cli.arguments import Parser, add_flag, add_quiet, add_set, make_group
 from rollway.cli.output import print_json, print_problems, print_progress, print_result, print_table
-from rollway.errors import Problem, SpecError, UsageError, require
+from rollway.errors import Problem, SpecError, UsageError
 from rollway.kubernetes import gates
 from rollway.kubernetes.check import check_cluster, check_objects
 from rollway.kubernetes.client import Cluster
@@ -176,7 +176,6 @@ def _load(options: argparse.Namespace) -> Infra:
 
 
 def _connect(options: argparse.Namespace, infra: Infra | None) -> Cluster:
-    require("kubernetes")
     own = infra.namespace if infra is not None else ""
     if own and options.namespace and own != options.namespace:
         raise UsageError(

@@ -40,7 +40,7 @@ def run_from_checkout(options: argparse.Namespace) -> int:
 
 
 def demo(options: argparse.Namespace) -> int:
-    require("torch", "transformers", "matplotlib")
+    require("cpu,demo", "torch", "transformers", "matplotlib")
     from rollway.demo.run import DemoOptions, run_demo
 
     run_demo(DemoOptions(**pick_fields(DemoOptions, options), quiet=options.json))

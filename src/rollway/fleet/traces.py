@@ -14,7 +14,7 @@ from rollway.errors import RefitError
 from rollway.fleet.discovery import Worker
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitReport, WorkerReport
-from rollway.observe.traces import Span, Tracer
+from rollway.observe.traces import Tracer, TraceSpan
 
 _STEPS = (
     ("preflight", "preflight_seconds"),
@@ -54,7 +54,7 @@ class RefitTrace:
         return report
 
     def _finish(
-        self, span: Span, mode: str, workers: list[WorkerReport], error: BaseException | None
+        self, span: TraceSpan, mode: str, workers: list[WorkerReport], error: BaseException | None
     ) -> None:
         for worker in workers:
             self._add_worker(span, worker)
@@ -66,7 +66,7 @@ class RefitTrace:
         }
         span.finish(attributes, error=error)
 
-    def _add_worker(self, refit: Span, report: WorkerReport) -> None:
+    def _add_worker(self, refit: TraceSpan, report: WorkerReport) -> None:
         heard = self._heard.get(report.instance_id, {})
         began = min(heard.values(), default=refit.began)
         place, steps = began, []

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rollway.errors import RolloutError, RollwayError, UsageError
+from rollway.errors import RolloutError, RollwayError, UsageError, require
 from rollway.gateway.messages import Message, Prefix, make_context_error, remove_bundle
 from rollway.gateway.requests import measure
 from rollway.gateway.threads import Threads
@@ -129,6 +129,7 @@ class Template:
     ) -> None:
         """Load the tokenizer. `chat_template` is Jinja text in place of the model's own template;
         with `keep_tools`, tools are rendered for `tool_choice: none` too."""
+        require("cpu", "transformers")
         from transformers import AutoTokenizer
 
         try:

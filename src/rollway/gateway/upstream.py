@@ -34,22 +34,22 @@ _PASSED_ON = (
 _POLICY_ITSELF = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 
-class _ContentLogprob(msgspec.Struct):
+class _ChatLogprob(msgspec.Struct):
     logprob: float | None = None
     token_id: int | None = None
 
 
-class _ContentLogprobs(msgspec.Struct):
-    content: list[_ContentLogprob] | None = None
+class _ChatLogprobs(msgspec.Struct):
+    content: list[_ChatLogprob] | None = None
 
 
-class _Choice(msgspec.Struct):
-    logprobs: _ContentLogprobs | None = None
+class _ChatChoice(msgspec.Struct):
+    logprobs: _ChatLogprobs | None = None
     finish_reason: str | None = None
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice] = []
+class _ChatAnswer(msgspec.Struct):
+    choices: list[_ChatChoice] = []
     nvext: Nvext | None = None
     usage: Usage | None = None
 
@@ -62,7 +62,7 @@ class ChatAssembly(Assembly):
     _named: list[int | None] = field(default_factory=list)
 
     def add(self, raw: Any) -> list[int]:
-        answer = parse(raw, _Answer)
+        answer = parse(raw, _ChatAnswer)
         choice = only_choice(answer.choices)
         if choice is not None:
             self._finish = self._finish or choice.finish_reason

@@ -31,6 +31,7 @@ from rollway.errors import (
     NamespaceMissing,
     RollwayError,
     UsageError,
+    require,
 )
 from rollway.kubernetes.objects import Kind, Object
 
@@ -182,15 +183,11 @@ def open_connection(context: str | None, kubeconfig: str | None) -> tuple[ApiSer
     A pod is recognized by its service account. A kubeconfig that is named, also by $KUBECONFIG,
     comes first.
     """
-    try:
-        from kubernetes.config.incluster_config import InClusterConfigLoader
+    require("k8s", "kubernetes")
+    from kubernetes.config.incluster_config import InClusterConfigLoader
 
-        from kubernetes import client, config
-    except ImportError as error:
-        raise UsageError(
-            "Kubernetes needs a package that is not installed: kubernetes.",
-            "pip install 'rollway[k8s]'.",
-        ) from error
+    from kubernetes import client, config
+
     # The package reads $KUBECONFIG only once, when it is imported.
     kubeconfig = kubeconfig or os.environ.get("KUBECONFIG")
     named = kubeconfig or context

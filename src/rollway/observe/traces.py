@@ -45,7 +45,7 @@ _EXPORTERS = {
 
 _tracer: Tracer | None = None
 _lock = threading.Lock()
-_parent: Span | None = None
+_parent: TraceSpan | None = None
 """The step of the trainer that is under way."""
 
 
@@ -73,7 +73,7 @@ def read_protocol(environment: Mapping[str, str]) -> str:
 # --- spans ---------------------------------------------------------------------------------------
 
 
-class Span:
+class TraceSpan:
     """Something that takes time. `Tracer.begin` makes it, `finish` hands it on."""
 
     __slots__ = ("_tracer", "began", "error", "header", "is_sampled", "otel")
@@ -96,7 +96,7 @@ class Span:
 
     def add_child(
         self, name: str, began: int, ended: int, attributes: Attributes, error: str | None = None
-    ) -> Span:
+    ) -> TraceSpan:
         """Add a child that has ended; times are nanoseconds since 1970."""
         child = self._tracer.begin(name, parent=self, began=began)
         child.error = error
@@ -147,7 +147,7 @@ class Tracer:
         # Without a sampler in the environment every trace is sampled.
         self._is_selective = "OTEL_TRACES_SAMPLER" in os.environ
         self._second, self._count = 0, 0
-        self._unsampled = Span(
+        self._unsampled = TraceSpan(
             self, trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))
         )
         """Of all rollouts that are too many; Dynamo does not trace what is not sampled."""
@@ -160,10 +160,10 @@ class Tracer:
         self,
         name: str,
         *,
-        parent: Span | None = None,
+        parent: TraceSpan | None = None,
         is_client: bool = False,
         began: int | None = None,
-    ) -> Span:
+    ) -> TraceSpan:
         """Begin a span: a child of `parent`, of the trainer's step, or of the caller's own span."""
         if is_client and not self._is_selective and self._is_one_too_many():
             return self._unsampled
@@ -171,7 +171,7 @@ class Tracer:
         context = None if parent is None else self._trace.set_span_in_context(parent.otel)
         kind = self._trace.SpanKind.CLIENT if is_client else self._trace.SpanKind.INTERNAL
         otel = self._otel or self._open()
-        return Span(self, otel.start_span(name, context, kind, start_time=began))
+        return TraceSpan(self, otel.start_span(name, context, kind, start_time=began))
 
     def _is_one_too_many(self) -> bool:
         """Count a rollout, and return whether this second has had too many."""
@@ -269,7 +269,7 @@ def _find_exporter(protocol: str) -> Any:
     return None
 
 
-def set_parent(span: Span | None) -> Span | None:
+def set_parent(span: TraceSpan | None) -> TraceSpan | None:
     """Make a span the parent of all that begin from now on; return the one before."""
     global _parent
     before, _parent = _parent, span

@@ -38,7 +38,7 @@ import msgspec
 from rollway.errors import RequestFailed, RolloutError, Unreachable, UsageError
 from rollway.http import Http, Retry, read_error_message
 from rollway.observe.tally import RolloutTally
-from rollway.observe.traces import HEADER, Span, Tracer
+from rollway.observe.traces import HEADER, Tracer, TraceSpan
 from rollway.rollout.completion import Assembly, Completion
 from rollway.rollout.wire import COMPLETIONS, GENERATE, Wire, has_route
 from rollway.versions import FleetVersions, Ticket
@@ -74,7 +74,7 @@ class Question(Generic[T]):
 
     session: str | None = None
     version: int | None = None
-    span: Span | None = None
+    span: TraceSpan | None = None
     is_streamed: bool = False
     began: float = 0.0
     """When its first request could be sent."""
@@ -213,7 +213,7 @@ class Sender:
         ticket: Ticket,
         pins: Pins,
         trouble: Trouble,
-        span: Span | None,
+        span: TraceSpan | None,
     ) -> bool:
         """Wait after a failed request, or raise if no later one can succeed. Return whether its
         session can be kept: it may be bound to a worker that died or serves an older version."""
@@ -253,7 +253,7 @@ class Sender:
                 await self._refresh_workers(now=True)
         return result
 
-    def _make_headers(self, session: str | None, span: Span | None = None) -> dict[str, str]:
+    def _make_headers(self, session: str | None, span: TraceSpan | None = None) -> dict[str, str]:
         headers = {}
         if session is not None and time.monotonic() >= self._full_until:
             headers[SESSION_HEADER] = session
@@ -272,7 +272,7 @@ class Sender:
         self._full_until = time.monotonic() + FULL_SECONDS
         return True
 
-    def _count_retry(self, error: Unreachable | RequestFailed, span: Span | None) -> None:
+    def _count_retry(self, error: Unreachable | RequestFailed, span: TraceSpan | None) -> None:
         cause = "unreachable" if isinstance(error, Unreachable) else f"status {error.status}"
         if self.tally is not None:
             self.tally.add_retry(cause)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rollway.errors import RolloutError
+from rollway.errors import RolloutError, require
 from rollway.rollout.completion import Completion, FinishReason
 from rollway.rollout.sampling import Sampling
 
@@ -132,7 +132,8 @@ class Trajectory:
     def _add_experts(self, raw: Any) -> None:
         """Append the experts of a leg. Each leg reports its whole prompt, so rows of earlier legs
         are skipped: those tokens were sampled with the experts recorded first."""
-        from rollway.rollout.experts import read_capture  # needs numpy
+        require("cpu", "numpy")
+        from rollway.rollout.experts import read_capture
 
         part = read_capture(raw)
         self._experts.append(part.since(self._experts[-1].end) if self._experts else part)

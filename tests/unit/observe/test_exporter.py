@@ -156,10 +156,13 @@ def test_the_objects_of_prometheus_operator_are_what_its_crds_say() -> None:
 def test_the_command_refuses_what_cannot_be(cli: Cli) -> None:
     for arguments, text in (
         (("grafana",), "deploy/observe/grafana-dashboard.json"),
-        (("prometheus", "nobody"), "nobody"),
+        (("prometheus", "nobody"), "No stack named `nobody` is running"),
         (("prometheus", "--seconds", "0"), "cannot scrape every 0 s"),
         (("prometheus", "x", "--follow", "--host", "0.0.0.0"), "without a token"),
         (("prometheus", "dgd://a/b"), "podmonitors"),
     ):
         done = cli("observe", "export", *arguments, "--out", "out")
         assert done.returncode in (1, 2) and text in done.stderr, done.stderr
+    # The name may also follow an option, as in docs/observe.md.
+    done = cli("observe", "export", "prometheus", "--out", "out", "nobody", "--follow")
+    assert "No stack named `nobody` is running" in done.stderr, done.stderr

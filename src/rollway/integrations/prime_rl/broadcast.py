@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rollway.errors import UsageError, WeightsError
+from rollway.integrations.prime_rl.directories import OFFER_FILE
 from rollway.weights import leftovers
 from rollway.weights.adapter import check_config
 from rollway.weights.checkpoint import publish_checkpoint
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from rollway.weights.offer import Offer
     from rollway.weights.transports.trainer_group import TrainerGroup
 
-OFFER_FILE = "rollway_offer.json"
 STAGES = (".sender_ready", ".started", ".finished")
 _RECEIVER_MARKERS = ("NCCL_READY", ".receiver_ready")
 _POLL_SECONDS = 0.1

@@ -26,6 +26,7 @@ from rollway.errors import UsageError
 from rollway.weights.checkpoint import Checkpoint, check_checkpoint, read_config
 from rollway.weights.layout import is_kernel_layout
 
+OFFER_FILE = "rollway_offer.json"
 Marker = Literal["either", "STABLE", ".finished"]
 _STEP = re.compile(r"step[_-](\d{1,15})")
 _FILES = (".safetensors", ".json")

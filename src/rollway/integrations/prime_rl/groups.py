@@ -41,7 +41,7 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.updates import Offered, Preflight
 from rollway.gateway.replies import Refused
-from rollway.integrations.prime_rl.broadcast import OFFER_FILE
+from rollway.integrations.prime_rl.directories import OFFER_FILE
 from rollway.integrations.prime_rl.memory import JoinedGroup, Memory
 from rollway.weights.offer import Offer, parse_offer
 from rollway.weights.untrusted import read_plain

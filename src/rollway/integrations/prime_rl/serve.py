@@ -34,7 +34,6 @@ from rollway.integrations.prime_rl.lora import AdapterAliases
 from rollway.integrations.prime_rl.memory import Memory, find_file, hold_alone
 from rollway.integrations.prime_rl.routes import PrimeRl
 from rollway.integrations.prime_rl.updates import GATE_SECONDS, WeightUpdates
-from rollway.rollout.experts import count_experts
 from rollway.stack.state import StackDir, make_home
 from rollway.weights.checkpoint import read_config, read_headers
 from rollway.weights.layout import ELEMENT_BYTES
@@ -90,6 +89,8 @@ async def extend(stack: Stack, gateway: Gateway, options: ServeOptions) -> Async
     path = options.gateway.tokenizer or find_model_path(stack, gateway.model)
     experts = None
     if gateway.routed_experts:
+        from rollway.rollout.experts import count_experts  # needs numpy
+
         experts = count_experts(read_config(Path(path) / "config.json"))
     with hold_alone(file):
         memory = Memory(file, run)

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from rollway.errors import UsageError
 
@@ -248,6 +247,8 @@ def _select_entropy(sample: Sample) -> list[float]:
 
 def _compare(samples: Sequence[Sample]) -> K3:
     """Compare the tokens that are selected; all values are finite."""
+    import numpy as np
+
     selected = np.concatenate([s.mask or [1] * len(s.trainer_logprobs) for s in samples]) != 0
     trainer = np.concatenate([sample.trainer_logprobs for sample in samples])[selected]
     engine = np.concatenate([sample.inference_logprobs or [] for sample in samples])[selected]
@@ -258,6 +259,8 @@ def _compare(samples: Sequence[Sample]) -> K3:
 
 
 def _check_range(place: str, values: Sequence[float], lowest: float, highest: float) -> None:
+    import numpy as np
+
     numbers = np.asarray(values, dtype=np.float64)
     wrong = ~np.isfinite(numbers) | (numbers < lowest) | (numbers > highest)
     if wrong.any():
