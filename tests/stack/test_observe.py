@@ -172,6 +172,7 @@ def test_a_trainer_serves_rollways_own_metrics(
 ) -> None:
     """As in a pod, where the environment names an address; here it is loopback."""
     monkeypatch.setattr(metrics_endpoint, "_home_metrics", metrics_endpoint.HomeMetrics())
+    monkeypatch.setattr(metrics_endpoint, "_server", None)
     monkeypatch.setenv(metrics_endpoint.ADDRESS, "127.0.0.1:0")
     try:
         with rollway.up({**light(base_model, "told"), "observe": OFTEN}) as stack:
@@ -191,7 +192,8 @@ def test_a_trainer_serves_rollways_own_metrics(
             wait_until(lambda: wanted.items() <= read_page(url).items(), every=0.2)
         wait_until(lambda: not read_page(url))  # nobody records any more
     finally:
-        metrics_endpoint.stop()
+        if metrics_endpoint._server is not None:
+            metrics_endpoint.close(metrics_endpoint._server)
 
 
 def read_page(url: str) -> dict[str, float]:

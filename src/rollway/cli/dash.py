@@ -87,7 +87,7 @@ def print_report(result: Mapping[str, Any]) -> None:
             print(f"  {note}")
         for finding in run["findings"]:
             print(f"  {finding['kind']}: {finding['text']}")
-        if not run["findings"]:
+        if not run["findings"] and run["began"] is not None:
             print("  Nothing failed, nothing was slow, nothing was stale.")
     for each in result.get("differences", ()):
         if each["verdict"] in ("better", "worse"):

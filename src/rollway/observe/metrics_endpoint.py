@@ -164,15 +164,6 @@ def serve_if_asked(runs: Path) -> str | None:
         return "http://{!s}:{}/metrics".format(*_server.server_address[:2])
 
 
-def stop() -> None:
-    """End the page, for tests; a process that ends takes it along."""
-    global _server
-    with _lock:
-        if _server is not None:
-            close(_server)
-            _server = None
-
-
 def listen(host: str, port: int, token: str, render: Callable[[], str]) -> ThreadingHTTPServer:
     """Serve a page from a thread, which is rendered by one request at a time.
 

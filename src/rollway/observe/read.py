@@ -40,6 +40,8 @@ from rollway.observe.thinning import SEGMENT
 
 MOST_ENTRIES = 5_000
 """How many entries one `Follower.poll` returns."""
+LARGEST_LINE = 32 << 20
+"""A refit's report of 4,096 workers has 8 MB. A longer line is read as several, all damaged."""
 _LINES = 4_096
 """How many lines of a file are read at once."""
 _BUFFER_BYTES = 1 << 18
@@ -120,6 +122,9 @@ class Run:
         fix = "Give the directory of a run."
         if not self.directory.is_dir():
             raise UsageError(f"{self.directory} is not a directory.", fix)
+        paths = [self.directory, *_list_files(self.directory)]
+        if not all(path.is_symlink() or os.access(path, os.R_OK) for path in paths):
+            raise UsageError(f"You may not read all of {self.directory}.", "Ask its owner.")
         if not any(self.directory.glob("*.jsonl")):
             raise UsageError(f"{self.directory} has no record of a run.", fix)
         self.check_schema()
@@ -283,8 +288,8 @@ class Tail:
         with contextlib.suppress(OSError), _open_regular(self._path) as file:
             self._find_place(file)
             while len(entries) < most and not self._has_ended:
-                line = file.readline()
-                if not line.endswith(b"\n"):  # its writer goes on
+                line = file.readline(LARGEST_LINE)
+                if len(line) < LARGEST_LINE and not line.endswith(b"\n"):  # its writer goes on
                     break
                 self.place += len(line)
                 entry = self._read_line(line)
@@ -292,7 +297,7 @@ class Tail:
                     entries.append(entry)
                 if self._begin > self.place:
                     file.seek(self._begin - 1)
-                    self.place = self._begin - 1 + len(file.readline())
+                    self.place = self._begin - 1 + len(file.readline(LARGEST_LINE))
         return entries
 
     def _find_place(self, file: BinaryIO) -> None:
@@ -445,7 +450,7 @@ def read_headers(run: Path) -> Iterator[Entry]:
         if SEGMENT.search(path.name):
             continue
         with contextlib.suppress(OSError), _open_regular(path) as file:
-            header = decode(file.readline())
+            header = decode(file.readline(LARGEST_LINE))
             if isinstance(header, dict) and header["kind"] == "header":
                 yield header
 

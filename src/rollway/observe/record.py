@@ -65,6 +65,7 @@ Number = Annotated[float, msgspec.Meta(gt=-1e30, lt=1e30)]
 """A page may have nanoseconds since 1970; sums of these are still finite."""
 Time = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
 Version = Annotated[int, msgspec.Meta(gt=-(2**53), lt=2**53)]
+VersionText = Annotated[str, msgspec.Meta(pattern=r"^(None|-?[0-9]{1,16})\Z")]
 
 
 class Timed(TypedDict):
@@ -149,7 +150,7 @@ class RolloutCounts(Timed):
     cut: NotRequired[Count]
     continued: NotRequired[Count]
     not_believed: NotRequired[Count]
-    versions: NotRequired[dict[str, Count]]
+    versions: NotRequired[dict[VersionText, Count]]
     histograms: NotRequired[dict[str, dict[Bits, Count]]]
     """Counts of lengths by their number of bits: `prompt` and `sampled`."""
 

@@ -261,7 +261,7 @@ def list_tags(values: Values) -> dict[str, float]:
     for name, keys in values.items():
         metric = find_metric(name)
         if metric is not None and metric.labels == ("version",):
-            versions = [key for key in keys if key.removeprefix("version=").isdigit()]
+            versions = [key for key in keys if key.removeprefix("version=").isdecimal()]
             if versions:
                 tags[name] = keys[max(versions, key=lambda key: int(key.removeprefix("version=")))]
         else:

@@ -147,9 +147,8 @@ class Tracer:
         # Without a sampler in the environment every trace is sampled.
         self._is_selective = "OTEL_TRACES_SAMPLER" in os.environ
         self._second, self._count = 0, 0
-        self._unsampled = TraceSpan(
-            self, trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))
-        )
+        context = trace.SpanContext(1, 1, is_remote=False)
+        self._unsampled = TraceSpan(self, trace.NonRecordingSpan(context))
         """Of all rollouts that are too many; Dynamo does not trace what is not sampled."""
         self._forget()
         # Two processes share no connection, and gRPC's do not live through a fork.
@@ -171,6 +170,8 @@ class Tracer:
         context = None if parent is None else self._trace.set_span_in_context(parent.otel)
         kind = self._trace.SpanKind.CLIENT if is_client else self._trace.SpanKind.INTERNAL
         otel = self._otel or self._open()
+        if otel is None:
+            return self._unsampled
         return TraceSpan(self, otel.start_span(name, context, kind, start_time=began))
 
     def _is_one_too_many(self) -> bool:
@@ -198,36 +199,39 @@ class Tracer:
     def _forget(self) -> None:
         """Begin with nothing open: at first, and in a child after a fork."""
         self._otel: Any = None
+        self._is_refused = False
         self._opening = threading.Lock()
         self._flush_asked, self._flushed = threading.Event(), threading.Event()
         self._flushed.set()
         self._give_up_at = 0.0
 
     def _open(self) -> Any:
-        """Open the connection with the first span: a process may fork before that."""
+        """Open the connection with the first span: a process may fork before that. None, said once,
+        if OpenTelemetry refuses one of its variables: no rollout fails for that."""
+        with self._opening:
+            if self._otel is None and not self._is_refused:
+                try:
+                    self._otel = self._make_otel()
+                except Exception as error:  # noqa: BLE001 - of a library, about its own settings
+                    self._is_refused = True
+                    log.warning("rollouts and refits have no spans: OpenTelemetry: %s", error)
+            return self._otel
+
+    def _make_otel(self) -> Any:
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        with self._opening:
-            if self._otel is None:
-                resource = Resource.create()
-                if str(resource.attributes.get(SERVICE_NAME, "unknown")).startswith("unknown"):
-                    resource = resource.merge(Resource({SERVICE_NAME: "rollway"}))
-                provider = TracerProvider(
-                    resource=resource, shutdown_on_exit=False, id_generator=_Ids()
-                )
-                exporter = self._make_exporter(endpoint=self.url)
-                provider.add_span_processor(BatchSpanProcessor(exporter))
-                # Its flush has no limit of time, and no thread can start while Python ends.
-                threading.Thread(
-                    target=self._flush_when_asked,
-                    args=(provider,),
-                    name="rollway-traces",
-                    daemon=True,
-                ).start()
-                self._otel = provider.get_tracer("rollway", importlib.metadata.version("rollway"))
-            return self._otel
+        resource = Resource.create()
+        if str(resource.attributes.get(SERVICE_NAME, "unknown")).startswith("unknown"):
+            resource = resource.merge(Resource({SERVICE_NAME: "rollway"}))
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=_Ids())
+        provider.add_span_processor(BatchSpanProcessor(self._make_exporter(endpoint=self.url)))
+        # Its flush has no limit of time, and no thread can start while Python ends.
+        threading.Thread(
+            target=self._flush_when_asked, args=(provider,), name="rollway-traces", daemon=True
+        ).start()
+        return provider.get_tracer("rollway", importlib.metadata.version("rollway"))
 
     def _flush_when_asked(self, provider: Any) -> None:
         while self._flush_asked.wait():

@@ -24,7 +24,13 @@ def own_page(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process has one page: this one begins without."""
     monkeypatch.setattr(metrics_endpoint, "_home_metrics", metrics_endpoint.HomeMetrics())
     yield
-    metrics_endpoint.stop()
+    end_page()
+
+
+def end_page() -> None:
+    if metrics_endpoint._server is not None:
+        metrics_endpoint.close(metrics_endpoint._server)
+        metrics_endpoint._server = None
 
 
 def get(url: str, **headers: str) -> str:
@@ -99,7 +105,7 @@ def test_a_token_is_asked_for_and_loopback_means_loopback(
     assert url is not None and get(url) == ""
     assert get_status(url.replace("metrics", "")) == 404
     assert get_status(url, Host="evil.example:9400") == 403
-    metrics_endpoint.stop()
+    end_page()
     monkeypatch.setenv(metrics_endpoint.ADDRESS, "0.0.0.0:0")
     monkeypatch.setenv(metrics_endpoint.TOKEN, TOKEN)
     url = metrics_endpoint.serve_if_asked(tmp_path)

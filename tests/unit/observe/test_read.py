@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.errors import UsageError
+from rollway.observe import read
 from rollway.observe.read import Run, decode
 from rollway.observe.record import SCHEMA, SHAPES, Recorder
+from rollway.observe.run_state import RunState
 
 HEADER = {"kind": "header", "schema": SCHEMA, "t": 1.0, "process": "driver"}
 JSON = st.recursive(
@@ -91,6 +93,45 @@ def test_a_file_of_another_schema_is_left_out_and_counted(tmp_path: Path) -> Non
     entries = [entry for entry in run.read() if entry["kind"] == "event"]
     assert entries == [{**event(2.0, "a"), "process": "driver", "source": "driver-2-b"}]
     assert run.problems == {"unknown kind": 1, "files of schema 1": 1}
+
+
+@pytest.mark.parametrize("version", ["9" * 5_000, "\u00b2", "\u0663", "1,version=2", "", "1\n"])
+def test_a_version_of_tokens_is_one_that_a_tally_writes(tmp_path: Path, version: str) -> None:
+    rollouts = {"kind": "rollouts", "t": 2.0, "seconds": 1.0, "count": 1, "tokens": 1}
+    good = [{**rollouts, "versions": {known: 1}} for known in ("12", "-1", "None")]
+    write(tmp_path / "driver-1-a.jsonl", HEADER, {**rollouts, "versions": {version: 1}}, *good)
+    run, state = Run(tmp_path), RunState()
+    for entry in run.read():
+        state.add(entry)
+    assert run.problems == {"damaged": 1}
+    assert set(state.tokens_by_version) == {12}
+
+
+def test_a_file_without_lines_is_read_once_and_by_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "LARGEST_LINE", 1_000)
+    path = tmp_path / "driver-1-a.jsonl"
+    path.write_bytes(b"x" * 2_500)
+    run = Run(tmp_path)
+    follower = run.follower()
+    assert follower.poll() == [] and follower.bytes_read == 2_000
+    assert follower.poll() == [] and run.problems == {"damaged": 2}
+    with path.open("a") as file:
+        file.write("\n" + json.dumps(event(3, "after it")) + "\n")
+    assert list_events(follower.poll()) == ["after it"] and run.problems == {"damaged": 3}
+
+
+def test_a_record_that_may_not_be_read_is_not_called_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "driver-1-a.jsonl"
+    write(path, HEADER, event(2, "a"))
+    Run(tmp_path).check()
+    for refused in (path, tmp_path):  # root may read everything
+        monkeypatch.setattr(os, "access", lambda asked, _, refused=refused: asked != refused)
+        with pytest.raises(UsageError, match="You may not read all of"):
+            Run(tmp_path).check()
 
 
 def test_a_header_is_checked_as_every_line_is(tmp_path: Path) -> None:

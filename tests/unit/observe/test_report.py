@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rollway.cli.dash import print_report
 from rollway.observe.dash.open_run import open_directory
 from rollway.observe.dash.verdicts import Finding, find_all
 from rollway.observe.dash.view import Watch
@@ -242,10 +243,14 @@ def test_text_from_outside_is_data_of_the_page(tmp_path: Path) -> None:
     assert json.loads(data)["runs"][0]["stack"] == markup
 
 
-def test_an_empty_and_a_torn_run_are_told_as_such(tmp_path: Path) -> None:
+def test_an_empty_and_a_torn_run_are_told_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "driver-1-a.jsonl").write_text("")
     report = write_report([tmp_path], tmp_path / "report.html")
     assert report["runs"][0]["text"] == "Nothing was recorded."
+    print_report({**report, "file": "report.html"})
+    assert "Nothing failed" not in capsys.readouterr().out
     header = make_header(BEGAN, "driver", 1)
     lines = [json.dumps(header), "torn", json.dumps({"kind": "later", "t": BEGAN})]
     (tmp_path / "driver-1-a.jsonl").write_text("\n".join([*lines, '{"kind": "ev']))

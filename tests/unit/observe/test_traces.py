@@ -84,6 +84,25 @@ def test_a_protocol_that_is_not_spoken_is_said(
     assert caplog.text.count("their protocol is http/json") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "99999"), ("OTEL_SPAN_EVENT_COUNT_LIMIT", "many")],
+)
+def test_a_variable_that_opentelemetry_refuses_costs_spans_and_nothing_else(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
+    monkeypatch.setenv(name, value)
+    tracer = Tracer(open_now().url, open_now()._make_exporter)
+    for _ in range(2):
+        sample(CannedHttp(ANSWER), tracer)
+        tracer.begin("rollway.refit").add_child("a worker", 1, 2, {}).finish({})
+    assert caplog.text.count("have no spans: OpenTelemetry") == 1
+    began = time.monotonic()
+    tracer.flush()
+    assert time.monotonic() - began < 1
+
+
 @pytest.fixture
 def grpc_receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     with open_grpc_receiver() as receiver:

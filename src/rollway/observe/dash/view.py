@@ -180,6 +180,7 @@ class Watch:
     def load(self) -> None:
         """Take all that is recorded. What is shown meanwhile stays as it is."""
         view = View()
+        self.source.run.problems.clear()  # those of the end, which is read again
         try:
             for entry in self.source.load():
                 view.add(entry)

@@ -83,7 +83,7 @@ function makePlot(chart, data) {
     padding: [8, 8, 0, 0],
     legend: { show: false },
     cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: { key: "rollway" } },
-    scales: { y: { range: (_, low, high) => getRange(config, low, high) } },
+    scales: { x: { range: (plot, low, high) => (plot.data[0].length === 1 ? [low - 5, low + 5] : [low, high]) }, y: { range: (_, low, high) => getRange(config, low, high) } },
     axes: [
       { ...axis, space: 70, size: 24, values: (_, times) => formatTimes(times) },
       { ...axis, size: 52, space: 30, values: (_, values) => values.map((value) => format(value)) },
@@ -107,7 +107,7 @@ function makeLine(config, index) {
     width: 1.5,
     fill: config.fill ? fade(color) : undefined,
     paths: config.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
-    points: { show: false },
+    points: { show: (plot) => plot.data[0].length === 1 }, // a line of one point is not seen
     spanGaps: false,
   };
 }
@@ -148,6 +148,7 @@ export function updateChart(chart, series) {
   if (chart.key === key && chart.plot) return;
   chart.key = key;
   const data = align(chart.config.lines, series);
+  chart.box.classList.toggle("bare", !data[0].length);
   if (chart.plot) chart.plot.setData(data);
   else makePlot(chart, data);
   showFigures(chart, data, null);

@@ -6,14 +6,15 @@ import { chooseRun, report } from "./api.js";
 const TITLES = { failed: "What failed", slow: "What was slow", stale: "What was stale", prevented: "What was prevented" };
 const NAMES = ["A", "B"];
 
-export function renderFindings(findings) {
+export function renderFindings({ findings, run }) {
   const place = $("finding-list");
-  const key = JSON.stringify(findings);
+  const none = isNumber(run.began) ? "Nothing failed, nothing was slow, nothing was stale." : "Nothing has been recorded that could be judged.";
+  const key = JSON.stringify([findings, none]);
   if (place.dataset.key === key) return;
   place.dataset.key = key;
   const kinds = Object.keys(TITLES).filter((kind) => findings.some((finding) => finding.kind === kind));
   const lists = kinds.map((kind) => el("div", {}, el("h3", {}, TITLES[kind]), el("ul", {}, ...findings.filter((finding) => finding.kind === kind).map(makeFinding))));
-  place.replaceChildren(...(lists.length ? lists : [el("p", { class: "muted" }, "Nothing failed, nothing was slow, nothing was stale.")]));
+  place.replaceChildren(...(lists.length ? lists : [el("p", { class: "muted" }, none)]));
 }
 
 function makeFinding(finding) {

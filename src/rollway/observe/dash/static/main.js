@@ -94,7 +94,7 @@ function render(model) {
   if (!model.sections.run) return;
   renderHeader(model);
   renderTop(model.sections.top);
-  renderFindings(model.sections.findings);
+  renderFindings(model.sections);
   renderFleet(model);
   renderRefits(model);
   renderRollouts(model);

@@ -18,7 +18,7 @@ const HINTS = {
 let chosen = null; // the key of a refit that the reader chose; otherwise the newest
 let at = null;
 let detail = null;
-let drawn = "";
+let drawn = null;
 
 const getStep = (name) => (STEPS.includes(name) ? name : "other");
 
@@ -45,7 +45,7 @@ export function showRefit(key, moment) {
   chosen = key;
   at = moment;
   detail = null;
-  drawn = "";
+  drawn = null;
 }
 
 async function choose(key, isNewest) {
@@ -131,7 +131,7 @@ function renderFacts(refit) {
 function renderBars(refit) {
   const place = $("refit-bars");
   if (!refit) {
-    place.replaceChildren(el("p", { class: "empty" }, "The steps of every worker appear here while a refit runs."));
+    place.replaceChildren(el("p", { class: "empty" }, "There was no refit yet. The steps of every worker appear here while one runs."));
     return;
   }
   const last = Math.max(...refit.rows.flatMap((row) => [...row.bars.map((bar) => bar[2]), row.paused?.[1] ?? 0]), refit.outcome === "running" ? refit.span : 0, 1e-3);
