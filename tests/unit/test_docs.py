@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,23 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
     folders = [ROOT / name for name in ("src", "tests", "scripts", "chaos", "benchmarks")]
     files = {path.name for folder in folders for path in folder.rglob("*.py")}
     assert set(re.findall(r"\b(\w+\.py)\b", text)) <= files
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
+def test_every_measurement_that_a_page_names_has_these_arguments(
+    page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
+    for program, line in re.findall(r"\brollway (bench|chaos)\b([^`|#>\n]*)", text):
+        module = import_module("benchmarks.__main__" if program == "bench" else "chaos.__main__")
+
+        def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
+            assert callable(parser.parse_args([*arguments, "--json"]).run_command)
+            return 0
+
+        monkeypatch.setattr(module, "run_command", parse)
+        if program == "chaos" or line.strip():  # `rollway bench` alone is no command
+            assert module.main(shlex.split(line)) == 0, line
 
 
 @pytest.mark.parametrize("page", PAGES)

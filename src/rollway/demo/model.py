@@ -27,6 +27,7 @@ from rollway.demo.task import CountingTask, Prompt
 # another format is built again.
 FORMAT = 1
 MARKER = "rollway-demo.json"
+_SEED = 0
 
 EOS_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|pad|>"
@@ -55,26 +56,26 @@ WARMUP_LR = 3e-3
 WARMUP_SKILL = 0.45
 
 
-def build_base(directory: Path, *, seed: int = 0) -> Path:
-    """Build the base checkpoint of ``seed`` in ``directory`` unless it is there; return the path.
+def build_base(directory: Path) -> Path:
+    """Build the base checkpoint in ``directory`` unless it is there; return the path.
 
     The checkpoint is built next to it and renamed into place, so that an interrupted build never
     leaves an incomplete checkpoint.
     """
-    if _is_complete(directory, seed):
+    if _is_complete(directory):
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as path:
         workspace = Path(path)
-        _write_checkpoint(workspace / "fresh", seed)
+        _write_checkpoint(workspace / "fresh")
         try:
-            if (directory / MARKER).is_file() and not _is_complete(directory, seed):
+            if (directory / MARKER).is_file() and not _is_complete(directory):
                 # It is outdated. Rename it first, so that no reader sees it half removed.
                 directory.rename(workspace / "outdated")
             (workspace / "fresh").rename(directory)
         except OSError:
             # Another process may have finished the same build first; use its result.
-            if not _is_complete(directory, seed):
+            if not _is_complete(directory):
                 raise
     return directory
 
@@ -135,19 +136,19 @@ def _generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
     )
 
 
-def _write_checkpoint(directory: Path, seed: int) -> None:
+def _write_checkpoint(directory: Path) -> None:
     directory.mkdir()
     tokenizer = build_tokenizer()
     # A library function must not disturb its caller's random stream.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(_SEED)
         model = Qwen3ForCausalLM(_config(tokenizer)).float()
-    _warm_up(model, CountingTask(tokenizer), Random(seed))
+    _warm_up(model, CountingTask(tokenizer), Random(_SEED))
     model.generation_config = _generation_config(tokenizer)
     model.save_pretrained(directory)
     save_tokenizer(tokenizer, directory)
     # The marker comes last: a directory that has it has everything else.
-    (directory / MARKER).write_text(json.dumps({"format": FORMAT, "seed": seed}) + "\n")
+    (directory / MARKER).write_text(json.dumps({"format": FORMAT, "seed": _SEED}) + "\n")
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
@@ -186,6 +187,6 @@ def _make_flawed_answer(task: CountingTask, prompt: Prompt, rng: Random) -> list
     return digits
 
 
-def _is_complete(directory: Path, seed: int) -> bool:
+def _is_complete(directory: Path) -> bool:
     marker = directory / MARKER
-    return marker.is_file() and json.loads(marker.read_text()) == {"format": FORMAT, "seed": seed}
+    return marker.is_file() and json.loads(marker.read_text()) == {"format": FORMAT, "seed": _SEED}

@@ -8,23 +8,21 @@ NONE = "–"
 _LARGE = ((1e9, " G"), (1e6, " M"), (1e4, " k"))
 
 
-def format_number(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None) -> str:
     """Format a number: 0.25, 12.3 k, 4.1e-05."""
     if value is None:
         return NONE
     size = abs(value)
     for least, unit in _LARGE:
         if size >= least:
-            return _trim(value / (1e3 if unit == " k" else least), digits) + unit
+            return _trim(value / (1e3 if unit == " k" else least)) + unit
     if size and size < 1e-3:
         return f"{value:.1e}"
-    return _trim(value, digits)
+    return _trim(value)
 
 
-def _trim(value: float, digits: int) -> str:
-    if abs(value) >= 10**digits - 0.5:  # also what rounds to it
-        return f"{value:.0f}"
-    return f"{value:.{digits}g}"
+def _trim(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"  # also what rounds to 1000
 
 
 def format_share(value: float | None) -> str:
@@ -39,7 +37,7 @@ def format_seconds(value: float | None) -> str:
         return "0 s"
     for most, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s")):
         if value < most:
-            return f"{_trim(value * factor, 3)} {unit}"
+            return f"{_trim(value * factor)} {unit}"
     return f"{value / 60:.1f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
