@@ -7,9 +7,11 @@ import os
 import sqlite3
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollway.errors import RolloutError, UsageError
@@ -222,6 +224,25 @@ async def test_a_read_only_disk_serves_recorded_turns(small_disk: Path, ended: b
     again.close()
 
 
+async def test_a_full_disk_keeps_only_acknowledged_turns_of_those_waiting(small_disk: Path) -> None:
+    """Turns that wait for the disk share a commit: all of them count, or none."""
+    path = small_disk / "gateway.sqlite"
+    store, acknowledged, refused = Store(path, sync=True), list[str](), 0
+    while not refused:
+        turns = [make_turn(f"s{number}", model="x" * 500) for number in range(20)]
+        writes = [record(store, turn) for turn in turns]
+        answers = await asyncio.gather(*writes, return_exceptions=True)
+        acknowledged += [t.id for t, answer in zip(turns, answers, strict=True) if answer is True]
+        refused = sum(isinstance(answer, StoreFull) for answer in answers)
+        assert answers.count(True) + refused == len(turns)
+    again = Store(copy_as_killed(path))
+    assert acknowledged and again.sessions == store.sessions
+    known = [turn for name in again.sessions for turn in await list_ids(again, name)]
+    assert sorted(known) == sorted(acknowledged)
+    again.close()
+    store.close()
+
+
 async def test_removing_the_file_is_detected_before_a_turn_is_acknowledged(
     store: Store, path: Path
 ) -> None:
@@ -243,6 +264,68 @@ async def test_a_changed_turn_is_refused_and_stays_as_it_is(path: Path) -> None:
     with pytest.raises(StoreDamaged, match="a turn of `s` has the wrong checksum") as error:
         Store(path)
     assert "--journal" in error.value.hint and path.read_bytes() == changed
+
+
+def encode(session: str = "s", **fields: object) -> bytes:
+    return msgspec.msgpack.encode(make_turn(session, **fields))  # type: ignore[arg-type]
+
+
+def insert(path: Path, *turns: bytes) -> None:
+    """Add turns to the only session of a store, with the right checksums."""
+    with sqlite3.connect(path) as db:
+        for turn in turns:
+            fields = "(session, tokens, forked, version, crc, filler, turn)"
+            values = (zlib.crc32(turn), turn)
+            db.execute(f"INSERT INTO turns {fields} VALUES (1, 1, 0, 0, ?, zeroblob(9), ?)", values)
+    db.close()
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [b"\xff\xfe"], [b"\x91" * 100_000], [b"\x81\xa1a\x01"], [encode("other")],
+        [encode(token_ids=["x"])], [encode(id="a"), encode(id="a")],
+    ],
+    ids=["no data", "deep lists", "other fields", "another session", "other types", "an id twice"],
+)  # fmt: skip
+async def test_a_session_that_no_gateway_wrote_is_refused_and_hides_no_other(
+    path: Path, turns: list[bytes]
+) -> None:
+    store = Store(path)
+    await record(store, make_turn("s"))
+    await record(store, make_turn("whole"))
+    store.close()
+    insert(path, *turns)
+    store = Store(path)
+    for _ in range(2):
+        with pytest.raises(StoreDamaged) as error:
+            await store.find("s")
+        assert "--journal" in error.value.hint
+        assert len(await list_ids(store, "whole")) == 1
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [("a", "a")], [("a", "b"), ("b", "a")], [("a", "c"), ("b", "a"), ("c", None)],
+    ],
+    ids=["its own parent", "a ring", "a parent that comes later"],
+)  # fmt: skip
+async def test_a_cycle_in_the_file_does_not_hang_the_reader(
+    path: Path, turns: list[tuple[str, str | None]]
+) -> None:
+    store = Store(path)
+    await record(store, make_turn("s"))
+    store.close()
+    insert(path, *(encode(id=turn, parent=parent) for turn, parent in turns))
+    store = Store(path)
+    session = await store.open("s")
+    assert len(session.turns) == 1 + len(turns)
+    for turn in session.turns:
+        assert session.ids(turn.id)
+    assert session.count_trajectories() == len(list(session.trajectories()))
+    store.close()
 
 
 async def test_a_cut_file_is_refused(path: Path) -> None:

@@ -21,6 +21,7 @@ from rollway.stack import local
 from rollway.stack.locks import NamedLock
 from rollway.stack.running import WeightsFile
 from rollway.stack.state import StackDir, StackState, list_stacks
+from tests.children import start_child
 from tests.conftest import Footprint
 from tests.security.states import RUN, make_state
 from tests.waiting import wait_until
@@ -152,6 +153,31 @@ def test_down_kills_what_runs_under_an_unreadable_state() -> None:
     finally:
         member.kill()
         member.wait()
+
+
+HOLDER = """
+    import sys
+    from rollway.stack.locks import NamedLock
+    lock = NamedLock(sys.argv[1])
+    print(lock.acquire(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["rollway.stack.supervisor", "a trainer"])
+def test_down_stops_the_supervisor_under_an_unreadable_state_and_no_other_process(
+    module: str,
+) -> None:
+    """A process that clears what a dead supervisor left holds its lock, too."""
+    file = put_state("bad")
+    child, line = start_child(HOLDER, StackDir("bad").lock_name, module)
+    truncate(file)
+    try:
+        assert line == "True"
+        local.stop("bad")
+        assert (child.poll() is None) == (module == "a trainer") and not file.exists()
+    finally:
+        child.kill()
+        child.wait()
 
 
 OUTSIDE = "rollway-test-outside"

@@ -246,11 +246,12 @@ class Store:
             return session
         session = Session(name)
         query = "SELECT turn, crc FROM turns WHERE session = ? ORDER BY number"
-        for raw, crc in self._db.execute(query, (self._ids.get(name),)):
-            turn = decode(raw, crc, self._name)
-            if turn.session != name:
-                raise StoreDamaged(self._name, "a turn is in another session")
-            session.add(turn)
+        with _explain(self._name):
+            for raw, crc in self._db.execute(query, (self._ids.get(name),)):
+                turn = decode(raw, crc, self._name)
+                if turn.session != name:
+                    raise ValueError("a turn is in another session")
+                session.add(turn)
         with self._names:
             # If it was deleted meanwhile, a new session may have its name.
             session = self._opened.setdefault(name, session)

@@ -78,7 +78,7 @@ class Turn(msgspec.Struct):
         )
 
     def check(self) -> None:
-        """Raise for values that no sampled turn has: one bad turn in a file must not break the
+        """Raise for values that no sampled turn has: once in the file, such a turn would break the
         trajectories of its whole session."""
         if len(self.logprobs) != len(self.token_ids):
             raise RolloutError(f"{len(self.token_ids)} tokens have {len(self.logprobs)} log-probs.")

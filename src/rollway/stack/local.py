@@ -206,7 +206,8 @@ def _clear_unreadable(directory: StackDir) -> None:
     if directory.path.lstat().st_uid != os.getuid():
         raise make_not_running_error(directory.name)
     supervisor = NamedLock(directory.lock_name).find_holder()
-    if supervisor is not None:
+    # Who clears what a dead supervisor left holds the lock as well, and may be a trainer.
+    if supervisor is not None and processes.is_supervisor(supervisor):
         _stop_supervisor(supervisor, directory, 20.0, None)
     if (run_id := directory.read_run_id()) is not None:
         memory = processes.end(functools.partial(processes.find_members, run_id), 0.5)

@@ -20,6 +20,18 @@ def test_the_frontend_is_found_by_its_type_not_its_name() -> None:
     assert names.find_frontend(pool) is None
 
 
+def test_an_owner_neither_controls_nor_blocks() -> None:
+    """Both operators go on, and nobody needs permissions on finalizers."""
+    job = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": "train", "uid": "u"}}
+    body = {"metadata": {"name": "g", "labels": {"a": "b"}}}
+    metadata = names.add_owner(body, job)["metadata"]
+    assert metadata.pop("ownerReferences") == [
+        {"apiVersion": "ray.io/v1", "kind": "RayJob", "name": "train", "uid": "u",
+         "controller": False, "blockOwnerDeletion": False}
+    ]  # fmt: skip
+    assert metadata == body["metadata"] and names.add_owner(body, None) is body
+
+
 @pytest.mark.parametrize(
     ("namespace", "is_ours"),
     [
