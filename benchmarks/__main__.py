@@ -86,7 +86,10 @@ def _add_commands(add: Add) -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of vLLM's answers (default 32)")
     parser.add_argument("--no-traces", action="store_true", help="all of it but traces")
     add("plan", "planning weight transfers of large models")
-    add_only(add("ray", "placing a stack on a Ray cluster of 1,000 nodes"))
+    parser = add("ray", "stacks on a Ray cluster, against one machine")
+    add_spec(parser, "a stack file (without: only the planning)")
+    parser.add_argument("--nodes", type=int, default=4, help="raylets that it starts (default 4)")
+    add_only(parser)
     _add_exactness(add("exactness", "trainer against engine, split by cause", *engine))
     _add_gpu_engine(add("gpu-engine", "refits of a model of real size", *engine))
 

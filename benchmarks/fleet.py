@@ -49,11 +49,11 @@ async def _bench_fleet(spec: StackSpec) -> dict[str, Any]:
         if not workers:
             raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
         sample = workers[:_REPEATS]
-        probe = max([await _measure(fleet.admin.weight_version(worker)) for worker in sample])
+        probe = max([await measure(fleet.admin.weight_version(worker)) for worker in sample])
         order = await _measure_signature(http, workers[0], secret)
-        listing = statistics.median([await _measure(fleet.workers()) for _ in range(_REPEATS)])
-        singles = [_make_single(http, fleet, worker, secret) for worker in sample]
-        alone = max([await _measure(single.refit(1, path)) for single in singles])
+        listing = statistics.median([await measure(fleet.workers()) for _ in range(_REPEATS)])
+        singles = [make_single(http, fleet, worker, secret) for worker in sample]
+        alone = max([await measure(single.refit(1, path)) for single in singles])
         began = time.monotonic()
         report = await fleet.refit(2, path)
         seconds = time.monotonic() - began
@@ -80,7 +80,7 @@ async def _bench_fleet(spec: StackSpec) -> dict[str, Any]:
     }
 
 
-async def _measure(call: Awaitable[object]) -> float:
+async def measure(call: Awaitable[object]) -> float:
     """Return the seconds of a call."""
     began = time.monotonic()
     await call
@@ -101,7 +101,7 @@ async def _measure_signature(http: Http, worker: Worker, secret: str) -> float:
     return statistics.median(seconds[True]) - statistics.median(seconds[False])
 
 
-def _make_single(http: Http, fleet: Fleet, worker: Worker, secret: str) -> Fleet:
+def make_single(http: Http, fleet: Fleet, worker: Worker, secret: str) -> Fleet:
     """Make a fleet of this worker alone; it refits by the same procedure."""
     single = Fleet(http, fleet.membership.source, admin=fleet.admin, secret=secret)
     single.membership = _SingleMembership(http, fleet.membership.source, worker)

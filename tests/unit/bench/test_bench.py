@@ -56,6 +56,7 @@ def test_an_interrupted_run_prints_what_it_has(
     [
         (["fleet"], "Give a stack file: rollway bench fleet -f FILE"),
         (["ray", "--only", "plan"], "There is no part `plan`. Parts: planning"),
+        (["ray", "--only", "launching"], "`launching` needs a stack file"),
         (["router", "--no-replay"], "There is nothing to measure"),
         (["router", "--workers", "4,x"], "is not a list of numbers"),
         (["gateway", "--requests", "1"], "too little to measure growth"),
