@@ -461,17 +461,15 @@ def _connect(path: Path | None, access: str) -> sqlite3.Connection:
         # There is nothing but this file. Who only reads it should not put others beside it.
         attempts.insert(0 if access == "ro" else 2, ("immutable=1", "NORMAL"))
     for options, mode in attempts:
-        db = sqlite3.connect(
-            f"{file}?{options}", uri=True, isolation_level=None, check_same_thread=False
-        )
+        uri = f"{file}?{options}"
+        db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
         try:
             db.execute(f"PRAGMA locking_mode = {mode}")
             db.execute("SELECT count(*) FROM sqlite_master").fetchone()
             return db
         except sqlite3.Error as error:
             db.close()
-            is_last = (options, mode) == attempts[-1]
-            if is_last or not isinstance(error, sqlite3.OperationalError):
+            if (options, mode) == attempts[-1] or not isinstance(error, sqlite3.OperationalError):
                 raise
     raise AssertionError
 
@@ -522,10 +520,9 @@ def _check(db: sqlite3.Connection, path: Path) -> tuple[dict[str, int], dict[str
     names = dict(db.execute("SELECT id, name FROM sessions"))
     counts = dict.fromkeys(names.values(), 0)
     # After one byte, a turn begins with the name of its session. Names alone have no checksum.
-    starts = {each: msgspec.msgpack.encode({"session": name})[1:] for each, name in names.items()}
-    for number, raw, crc in db.execute("SELECT session, turn, crc FROM turns"):
-        if zlib.crc32(raw) != crc or not raw.startswith(starts.get(number, b"?"), 1):
-            name = names.get(number)
-            raise StoreDamaged(path, f"a turn of `{name}` has the wrong checksum or session")
-        counts[names[number]] += 1
+    starts = {key: msgspec.msgpack.encode({"session": name})[1:] for key, name in names.items()}
+    for key, raw, crc in db.execute("SELECT session, turn, crc FROM turns"):
+        if zlib.crc32(raw) != crc or not raw.startswith(starts.get(key, b"?"), 1):
+            raise StoreDamaged(path, f"a turn of `{names.get(key)}` has the wrong checksum or name")
+        counts[names[key]] += 1
     return {name: number for number, name in names.items()}, counts
