@@ -96,6 +96,21 @@ async def test_idle_connections_do_not_block_clients(tmp_path: Path) -> None:
             writer.close()
 
 
+async def test_connections_that_are_gone_push_nobody_out(tmp_path: Path) -> None:
+    """Clients that connect and leave are not open, so an upload meanwhile goes on."""
+    async with serve_gateway(tmp_path, connections=Connections(16)) as gateway:
+        upload = await _connect(gateway, _HEAD + b"Content-Length: 16\r\n\r\n{")
+        for _ in range(64):
+            _, writer = await _connect(gateway)
+            writer.close()
+            await writer.wait_closed()
+            assert (await gateway.get("/health"))[0] == 200
+        upload[1].write(b'"prompt": "hi"}')
+        async with asyncio.timeout(30):
+            assert b" 200 " in await upload[0].readline()
+        upload[1].close()
+
+
 async def test_idle_connections_beyond_the_file_limit_do_not_block_clients(tmp_path: Path) -> None:
     """The gateway may open 256 files, and has more idle connections than that and one client."""
     script = textwrap.dedent(

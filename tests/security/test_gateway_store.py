@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sqlite3
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -281,13 +283,27 @@ def insert(path: Path, *turns: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    "turn",
+    [b"\xff\xfe", b"\x91" * 100_000, b"\x81\xa1a\x01", encode("other")],
+    ids=["no data", "deep lists", "other fields", "another session"],
+)
+async def test_a_turn_that_no_gateway_wrote_is_refused_at_the_start(
+    path: Path, turn: bytes
+) -> None:
+    store = Store(path)
+    await record(store, make_turn("s"))
+    store.close()
+    insert(path, turn)
+    with pytest.raises(StoreDamaged) as error:
+        Store(path)
+    assert "--journal" in error.value.hint
+
+
+@pytest.mark.parametrize(
     "turns",
-    [
-        [b"\xff\xfe"], [b"\x91" * 100_000], [b"\x81\xa1a\x01"], [encode("other")],
-        [encode(token_ids=["x"])], [encode(id="a"), encode(id="a")],
-    ],
-    ids=["no data", "deep lists", "other fields", "another session", "other types", "an id twice"],
-)  # fmt: skip
+    [[encode(token_ids=["x"])], [encode(id="a"), encode(id="a")]],
+    ids=["other types", "an id twice"],
+)
 async def test_a_session_that_no_gateway_wrote_is_refused_and_hides_no_other(
     path: Path, turns: list[bytes]
 ) -> None:
@@ -328,16 +344,72 @@ async def test_a_cycle_in_the_file_does_not_hang_the_reader(
     store.close()
 
 
-async def test_a_cut_file_is_refused(path: Path) -> None:
+@pytest.mark.parametrize("name", [b"session 2", b"session 9"])
+async def test_a_changed_name_of_a_session_is_refused(path: Path, name: bytes) -> None:
+    """The name of another session would hide one, and a new name would show turns of none."""
+    store = Store(path)
+    for number in range(4):
+        await record(store, make_turn(f"session {number}"))
+    store.close()
+    # In a turn, a byte with its length is before the name.
+    changed = re.sub(rb"(?<!\xa9)session 1", name, path.read_bytes())
+    path.write_bytes(changed)
+    with pytest.raises(StoreDamaged, match=f"a turn of `{name.decode()}` has the wrong"):
+        Store(path)
+    assert path.read_bytes() == changed
+
+
+async def test_turns_that_wait_while_the_store_closes_are_recorded(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the log is so long that it must be emptied meanwhile."""
+    monkeypatch.setattr(store_module, "_LOG_BYTES", 0)
+    store, may_begin = Store(path), threading.Event()
+    await record(store, make_turn("s"))
+    store._thread.submit(may_begin.wait)
+    turns = [make_turn("s", token_ids=[1] * 30_000, logprobs=[-0.5] * 30_000) for _ in range(3)]
+    waiting = asyncio.gather(*(record(store, turn) for turn in turns))
+    await asyncio.sleep(0.1)
+    threading.Timer(0.2, may_begin.set).start()
+    store.close()
+    assert await waiting == [True] * 3
+    store = Store(path)
+    assert len(await list_ids(store, "s")) == 4
+    store.close()
+
+
+@pytest.mark.parametrize("size", [1, 99, 1024, 7000])
+async def test_a_cut_file_is_refused_and_nothing_is_put_beside_it(path: Path, size: int) -> None:
     store = Store(path)
     for _ in range(20):
         await record(store, make_turn("s"))
     store.close()
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    path.write_bytes(whole[:size])
+    path.chmod(0o640)
     with pytest.raises(StoreDamaged):
         Store(path)
-    assert path.read_bytes() == whole[: len(whole) // 2]
+    assert path.read_bytes() == whole[:size] and list(path.parent.iterdir()) == [path]
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("content", [b"", None])
+async def test_a_log_without_its_file_is_refused_and_stays(
+    store: Store, path: Path, content: bytes | None
+) -> None:
+    """SQLite removes the log of an empty file, and with it turns that were acknowledged."""
+    await record(store, make_turn("s"))
+    killed = copy_as_killed(path)
+    killed.unlink()
+    if content is not None:
+        killed.write_bytes(content)
+    log = killed.with_name(f"{path.name}-wal")
+    before = log.read_bytes()
+    with pytest.raises(StoreDamaged, match="removed without gateway"):
+        Store(killed)
+    assert log.read_bytes() == before
+    log.unlink()
+    Store(killed).close()
 
 
 @pytest.mark.parametrize(
@@ -356,6 +428,7 @@ def test_a_store_of_another_version_or_program_is_refused(
     with pytest.raises(UsageError, match=reason) as error:
         Store(path)
     assert "--journal" in error.value.hint and path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_an_old_journal_is_refused(tmp_path: Path) -> None:
@@ -390,17 +463,21 @@ async def test_other_users_cannot_read_the_store(tmp_path: Path) -> None:
 
 
 def test_pipes_links_files_of_others_and_shared_directories_are_refused(tmp_path: Path) -> None:
-    pipe, link, planted = (tmp_path / f"{name}.sqlite" for name in ("pipe", "link", "planted"))
+    names = ("pipe", "link", "planted", "rolled")
+    pipe, link, planted, rolled = (tmp_path / f"{name}.sqlite" for name in names)
     os.mkfifo(pipe)
     link.symlink_to(tmp_path / "elsewhere")
     planted.with_name("planted.sqlite-wal").touch()
     os.chown(planted.with_name("planted.sqlite-wal"), 4321, 4321)
+    # SQLite would write the content of a rollback journal into the file.
+    rolled.with_name("rolled.sqlite-journal").symlink_to(tmp_path / "elsewhere")
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
     for path, reason in (
         (pipe, "not a regular file"), (link, "not a regular file"),
         (planted, "another user"), (shared / "a.sqlite", "All users"),
+        (rolled, "not a regular file"), (Path("/"), "not a regular file"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=reason):
             Store(path)

@@ -93,10 +93,19 @@ class Connections:
         await runner.setup()
         make_connection = runner.server
         assert make_connection is not None
+        end_connection = make_connection.connection_lost
+
+        def forget(handler: Any, exc: BaseException | None = None) -> None:
+            self._waiting.pop(handler, None)
+            self._busy.discard(handler)
+            end_connection(handler, exc)
+
+        # At once: connections that are gone must not count against the limit.
+        make_connection.connection_lost = forget  # type: ignore[method-assign]
 
         def accept() -> asyncio.BaseProtocol:
             connection = make_connection()
-            self._wait(connection, self._header_seconds, is_open=False)
+            self._wait(connection, self._header_seconds)
             if len(self._waiting) + len(self._busy) > self.limit:
                 # An eighth of the limit at once, so that this runs rarely.
                 for waiting in list(self._waiting)[: 1 + self.limit // 8]:
@@ -144,7 +153,8 @@ class Connections:
     def mark_idle(self, connection: Any) -> None:
         """Record that a request is answered, and that the connection waits for the next one."""
         self._busy.discard(connection)
-        self._wait(connection, self._idle_seconds)
+        if connection.transport is not None:
+            self._wait(connection, self._idle_seconds)
 
     async def _watch(self) -> None:
         """Close connections that have waited too long, until this task is cancelled."""
@@ -155,9 +165,9 @@ class Connections:
                 if wait.is_over(connection, now):
                     self._close(connection)
 
-    def _wait(self, connection: Any, seconds: float, *, is_open: bool = True) -> None:
+    def _wait(self, connection: Any, seconds: float) -> None:
         self._waiting.pop(connection, None)
-        self._waiting[connection] = _Wait(time.monotonic(), seconds, is_open)
+        self._waiting[connection] = _Wait(time.monotonic(), seconds)
 
     def _close(self, connection: Any) -> None:
         self._waiting.pop(connection, None)
@@ -173,17 +183,12 @@ class _Wait:
 
     _since: float
     _seconds: float
-    _is_open: bool
-    """Whether it was seen open. Before, it may be in its TLS handshake."""
     _unsent: int = 0
 
     def is_over(self, connection: Any, now: float) -> bool:
-        """Return whether the time is up, or the client gone. A client that is still reading an
-        answer is not idle."""
-        transport = connection.transport
-        if transport is None:
-            return self._is_open or now - self._since > self._seconds
-        unsent, self._is_open = transport.get_write_buffer_size(), True
+        """Return whether the time is up. A client that is still reading an answer is not idle."""
+        transport = connection.transport  # None in a TLS handshake
+        unsent = 0 if transport is None else transport.get_write_buffer_size()
         if unsent != self._unsent:
             self._unsent, self._since = unsent, now
         return now - self._since > self._seconds

@@ -35,7 +35,6 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from rollway import private_files
 from rollway.errors import RollwayError, UsageError
 from rollway.gateway.turns import PARENT_MISSING, Session, Turn
 
@@ -73,6 +72,8 @@ _MANY_IDS, _IDS_PER_ROW = 20_000, 100
 much as some ids do."""
 _BUSY_MS = 100
 """How long a commit waits for another program that has locked the file."""
+_LARGE = 2**28
+"""The size from which a start says that it checks the file: a slow disk takes a minute."""
 _RECENT = 1024
 """How many sessions stay in memory."""
 _MOST_REASONS = 32
@@ -139,10 +140,13 @@ class Store:
         self._file = None if path is None else _claim(path)
         try:
             with _explain(path):
-                if path is not None and path.stat().st_size:
+                if path is not None and _has_content(path):
                     # Apart, and only to read: closing a connection that may write changes the file.
                     with closing(_connect(path, "ro")) as db:
                         self._ids, self.sessions = _check(db, path)
+                if self._file is not None:  # only now: a file that is refused keeps its mode
+                    with contextlib.suppress(OSError):  # a read-only disk
+                        os.fchmod(self._file, 0o600)
                 self._db = _connect(path, "rw")
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
                 self._db.execute("PRAGMA secure_delete = ON")
@@ -336,7 +340,7 @@ class Store:
     def _transaction(self) -> Iterator[None]:
         if not self._is_emptying and self._is_log_long():
             self._is_emptying = True
-            self._submit(self._empty_log)
+            self._submit_erasure()
         try:
             if self._file is not None and not os.fstat(self._file).st_nlink:
                 raise sqlite3.OperationalError("another program removed it; restart the gateway")
@@ -354,10 +358,9 @@ class Store:
             ) from error
 
     def _is_log_long(self) -> bool:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # on a read-only disk
             return self._log is not None and os.stat(self._log).st_size > _LOG_BYTES  # noqa: PTH116
-        except FileNotFoundError:  # on a read-only disk
-            return False
+        return False
 
     def _schedule_erasure(self) -> None:
         if self._eraser is None:
@@ -413,14 +416,11 @@ def _claim(path: Path) -> int:
             directory.mkdir(mode=0o700)
         if path.parent.stat().st_mode & stat.S_IWOTH:
             raise OSError(errno.EPERM, "All users can write to its directory")
-        for suffix in ("", "-wal", "-shm"):
-            _check_owner(path.with_name(path.name + suffix))
-        try:
-            file = private_files.open_file(path, os.O_RDWR)
-        except OSError:
-            if not path.exists():
-                raise
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)  # a read-only disk
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            _check_owner(Path(f"{path}{suffix}"))
+        is_read_only = path.exists() and not os.access(path, os.W_OK)
+        access = os.O_RDONLY if is_read_only else os.O_RDWR | os.O_CREAT
+        file = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UsageError(
             f"The store {path} cannot be used: {error.strerror}.", "Pass another file to --journal."
@@ -444,14 +444,23 @@ def _check_owner(path: Path) -> None:
             raise OSError(errno.EPERM, "It belongs to another user")
 
 
+def _has_content(path: Path) -> bool:
+    """Return whether the file is not new. SQLite takes a file of one byte for a new one, too, and
+    removes the log of an empty file with all turns in it: refuse both."""
+    size, log = path.stat().st_size, Path(f"{path}-wal")
+    if size == 1 or (not size and log.exists() and log.stat().st_size):
+        raise StoreDamaged(path, f"it is cut off, or was removed without {log.name}")
+    return size > 0
+
+
 def _connect(path: Path | None, access: str) -> sqlite3.Connection:
     """Open the database, on a full or read-only disk for those who fetch what is recorded."""
-    file = "file:" if path is None else f"file:{quote(str(path.absolute()))}"
+    file = "file:" if path is None else f"file:{quote(os.fsencode(path.absolute()))}"
     # Without room for the index that readers share (`-shm`), do without readers.
     attempts = [(f"mode={access if path else 'memory'}", mode) for mode in ("NORMAL", "EXCLUSIVE")]
-    if path is not None and not path.with_name(f"{path.name}-wal").exists():
-        attempts.append(("immutable=1", "NORMAL"))  # there is nothing but this file
-    reason: Exception = OSError()
+    if path is not None and not Path(f"{path}-wal").exists():
+        # There is nothing but this file. Who only reads it should not put others beside it.
+        attempts.insert(0 if access == "ro" else 2, ("immutable=1", "NORMAL"))
     for options, mode in attempts:
         uri = f"{file}?{options}"
         db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
@@ -459,13 +468,11 @@ def _connect(path: Path | None, access: str) -> sqlite3.Connection:
             db.execute(f"PRAGMA locking_mode = {mode}")
             db.execute("SELECT count(*) FROM sqlite_master").fetchone()
             return db
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
             db.close()
-            reason = error
-        except _DAMAGE:
-            db.close()
-            raise
-    raise reason
+            if (options, mode) == attempts[-1] or not isinstance(error, sqlite3.OperationalError):
+                raise
+    raise AssertionError
 
 
 @contextmanager
@@ -506,13 +513,17 @@ def _check(db: sqlite3.Connection, path: Path) -> tuple[dict[str, int], dict[str
             f"{path} is {kind if application == _APPLICATION else 'another database'}.",
             "Pass another file to --journal; this one stays as it is.",
         )
+    if (size := path.stat().st_size) > _LARGE:
+        log.warning("Checking the store before the gateway listens: %d MiB.", size // 2**20)
     (result,) = db.execute("PRAGMA integrity_check(1)").fetchone()
     if result != "ok":
         raise StoreDamaged(path, result.splitlines()[-1])
     names = dict(db.execute("SELECT id, name FROM sessions"))
     counts = dict.fromkeys(names.values(), 0)
-    for number, raw, crc in db.execute("SELECT session, turn, crc FROM turns"):
-        if zlib.crc32(raw) != crc:
-            raise StoreDamaged(path, f"a turn of `{names[number]}` has the wrong checksum")
-        counts[names[number]] += 1
+    # After one byte, a turn begins with the name of its session. Names alone have no checksum.
+    starts = {key: msgspec.msgpack.encode({"session": name})[1:] for key, name in names.items()}
+    for key, raw, crc in db.execute("SELECT session, turn, crc FROM turns"):
+        if zlib.crc32(raw) != crc or not raw.startswith(starts.get(key, b"?"), 1):
+            raise StoreDamaged(path, f"a turn of `{names.get(key)}` has the wrong checksum or name")
+        counts[names[key]] += 1
     return {name: number for number, name in names.items()}, counts

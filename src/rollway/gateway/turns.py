@@ -37,6 +37,7 @@ class Turn(msgspec.Struct):
     """An assistant turn."""
 
     session: str
+    """First, because the store compares the beginning of a record with it."""
     model: str
     history: str
     """The digest of the messages up to and including this turn; see `messages.chain`."""
