@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import signal
@@ -11,7 +10,7 @@ import ssl
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,7 +217,7 @@ async def serve_until_signal(
     # Before the addresses are printed: whoever reads them may stop the server at once.
     stop_requested = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError):
+        with suppress(NotImplementedError):
             asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
     async with AsyncExitStack() as servers:
         urls = []

@@ -15,7 +15,6 @@ of turns are.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import logging
@@ -27,7 +26,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -145,7 +144,7 @@ class Store:
                     with closing(_connect(path, "ro")) as db:
                         self._ids, self.sessions = _check(db, path)
                 if self._file is not None:  # only now: a file that is refused keeps its mode
-                    with contextlib.suppress(OSError):  # a read-only disk
+                    with suppress(OSError):  # a read-only disk
                         os.fchmod(self._file, 0o600)
                 self._db = _connect(path, "rw")
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
@@ -348,7 +347,7 @@ class Store:
             yield
             self._db.execute("COMMIT")
         except BaseException as error:
-            with contextlib.suppress(sqlite3.Error):
+            with suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             if not isinstance(error, sqlite3.Error):
                 raise
@@ -358,7 +357,7 @@ class Store:
             ) from error
 
     def _is_log_long(self) -> bool:
-        with contextlib.suppress(FileNotFoundError):  # on a read-only disk
+        with suppress(FileNotFoundError):  # on a read-only disk
             return self._log is not None and os.stat(self._log).st_size > _LOG_BYTES  # noqa: PTH116
         return False
 
@@ -370,7 +369,7 @@ class Store:
 
     def _submit_erasure(self) -> None:
         self._eraser = None
-        with contextlib.suppress(RuntimeError):  # the gateway ends, and erases itself
+        with suppress(RuntimeError):  # the gateway ends, and erases itself
             self._submit(self._empty_log)
 
     def _empty_log(self) -> None:
@@ -436,7 +435,7 @@ def _claim(path: Path) -> int:
 
 
 def _check_owner(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "It is not a regular file")
