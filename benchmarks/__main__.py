@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.cli import run_command
-from rollway.cli.arguments import SET, add_quiet, add_spec, make_group
+from rollway.cli.arguments import SET, add_quiet, add_set, add_spec, make_group
 from rollway.errors import require
 
 Add = Callable[..., argparse.ArgumentParser]
@@ -90,8 +90,18 @@ def _add_commands(add: Add) -> None:
     add_spec(parser, "a stack file (without: only the planning)")
     parser.add_argument("--nodes", type=int, default=4, help="raylets that it starts (default 4)")
     add_only(parser)
+    _add_k8s(add("k8s", "runs on a cluster, against the fewest requests"))
     _add_exactness(add("exactness", "trainer against engine, split by cause", *engine))
     _add_gpu_engine(add("gpu-engine", "refits of a model of real size", *engine))
+
+
+def _add_k8s(parser: argparse.ArgumentParser) -> None:
+    text = "the run that is measured: one graph and a job"
+    parser.add_argument("--infra", type=Path, required=True, metavar="FILE", help=text)
+    add_set(parser, "override a field of the infra file; repeatable")
+    parser.add_argument("--kubeconfig", type=Path, metavar="FILE", help="default: $KUBECONFIG")
+    parser.add_argument("--namespace", "-n", help="default: the context's")
+    add_only(parser)
 
 
 def _add_exactness(parser: argparse.ArgumentParser) -> None:

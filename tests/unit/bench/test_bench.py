@@ -7,10 +7,12 @@ import json
 import pytest
 
 from benchmarks.curator import make_report
+from benchmarks.k8s import name_request
 from benchmarks.observe import compare
 from benchmarks.prime_rl import Load, summarize
 from benchmarks.ray import bench_planning
 from rollway.cli import main
+from rollway.kubernetes.objects import DGD, POD, SERVICE
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -37,6 +39,22 @@ def test_a_large_stack_is_placed_whole_on_ray() -> None:
     assert (figures["replicas"], figures["nodes"]) == (1000, 1000)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "name"),
+    [
+        ("GET", f"{POD.make_path('rl')}?labelSelector=a%2Fb", "list pods"),
+        ("GET", f"{DGD.make_path('rl', 'policy')}?", "get dynamographdeployments"),
+        ("POST", f"{DGD.make_path('rl')}?fieldManager=rollway", "create dynamographdeployments"),
+        ("PATCH", f"{DGD.make_path('rl', 'policy')}?", "patch dynamographdeployments"),
+        ("GET", f"{SERVICE.make_path('rl')}/policy:8000/proxy/v1/models", "proxy services"),
+    ],
+)
+def test_a_request_to_a_cluster_is_counted_as_what_it_asks(
+    method: str, path: str, name: str
+) -> None:
+    assert name_request(method, path) == name
+
+
 def test_an_interrupted_run_prints_what_it_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +75,7 @@ def test_an_interrupted_run_prints_what_it_has(
         (["fleet"], "Give a stack file: rollway bench fleet -f FILE"),
         (["ray", "--only", "plan"], "There is no part `plan`. Parts: planning"),
         (["ray", "--only", "launching"], "`launching` needs a stack file"),
+        (["k8s", "--infra", "x", "--only", "plan"], "Parts: requests, many, memory, scale"),
         (["router", "--no-replay"], "There is nothing to measure"),
         (["router", "--workers", "4,x"], "is not a list of numbers"),
         (["gateway", "--requests", "1"], "too little to measure growth"),
