@@ -116,7 +116,10 @@ def write_model(directory: Path, shape: Shape, weights: Weights) -> None:
     )
     config.save_pretrained(directory)
     save_tokenizer(tokenizer, directory)
-    save_tensors(directory, weights.items(), SHARD_BYTES)
+    # Copies: torch aborts a process at its end whose tensors were both shared with a worker that
+    # was killed and used by a second stream, as the one that saves them.
+    copies = ((name, tensor.clone()) for name, tensor in weights.items())
+    save_tensors(directory, copies, SHARD_BYTES)
 
 
 async def update_by_stock(stack: Stack, directory: Path, version: int) -> float:
