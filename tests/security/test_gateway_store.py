@@ -369,7 +369,11 @@ async def test_turns_that_wait_while_the_store_closes_are_recorded(
     store._thread.submit(may_begin.wait)
     turns = [make_turn("s", token_ids=[1] * 30_000, logprobs=[-0.5] * 30_000) for _ in range(3)]
     waiting = asyncio.gather(*(record(store, turn) for turn in turns))
-    await asyncio.sleep(0.1)
+
+    async def do_all_wait() -> bool:
+        return len(store._pending) == 3
+
+    await wait_until_async(do_all_wait)
     threading.Timer(0.2, may_begin.set).start()
     store.close()
     assert await waiting == [True] * 3
