@@ -10,10 +10,15 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import rollway
+from benchmarks.fleet import make_single
+from rollway.fleet.discovery import Worker
+from rollway.fleet.fleet import Fleet
+from rollway.http import Http
 from rollway.stack.state import LOADED, ProcessState, StackDir
 from tests.light.spec import light
 from tests.observe.deployed import RATE_SPAN, RULES, list_expressions, read_dashboard
@@ -108,18 +113,30 @@ async def test_prometheus_follows_workers_that_die_hang_and_fall_behind(
         await wait_for_targets(prometheus, ALL_UP)
         await wait_for_alert(prometheus, "RollwayScrapeLost", fires=False)
 
-        # Its version cannot be loaded again, so a worker that restarts stays behind.
-        shutil.rmtree(checkpoint)
+        shutil.rmtree(checkpoint)  # a worker that restarts waits for another version
         for count in (1, 2):
             send_signal("scraped", "tiny-1", signal.SIGKILL)
             await wait_until_async(lambda count=count: is_back("scraped", "tiny-1", count), 60)
         await wait_for_targets(prometheus, ALL_UP)
         await wait_for_alert(prometheus, "RollwayRestartLoop")
+        # Somebody refits it alone, and nobody watches who would move the other worker.
+        await stack.unwatch()
+        async with Http() as http:
+            worker = await wait_until_async(partial(find_only_behind, stack.fleet))
+            single = make_single(http, stack.fleet, worker, stack.weights_secret)
+            await single.refit(2, policies[2].path)
         await wait_for_alert(prometheus, "RollwayVersionSpread")
-        await stack.refit(2, policies[2].path)
+        await stack.refit(3, policies[2].path)
         await wait_for_alert(prometheus, "RollwayVersionSpread", fires=False)
     assert list((directory / "targets").iterdir()) == []  # nobody is there any more
     assert list((directory / "pages").iterdir()) == []
+
+
+async def find_only_behind(fleet: Fleet) -> Worker | None:
+    """Return the worker without version 1, once the dead ones are no longer listed."""
+    served = fleet.versions.by_worker
+    behind = [each for each in await fleet.workers() if served.get(each.instance_id) != 1]
+    return behind[0] if len(behind) == 1 else None
 
 
 def is_back(stack: str, name: str, restarts: int) -> bool:
