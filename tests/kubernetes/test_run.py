@@ -268,7 +268,7 @@ def report_ready(world: World, name: str) -> None:
 
 
 def test_up_brings_up_servers_without_a_job(world: World) -> None:
-    infra, _ = world.load()
+    infra, _ = world.load(launch={"entrypoint": "sleep 60"})  # its end takes the graphs along
     assert world.up(infra).state == "ready"
     assert world.list(RAYJOB) == []
     before = world.get(DGD, "policy")["metadata"]["resourceVersion"]
