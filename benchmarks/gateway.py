@@ -2,7 +2,7 @@
 
 Many agents hold short conversations, streamed or not, and some agents disconnect mid-answer. A
 trainer fetches each session and deletes it. The benchmark samples memory, open descriptors, and the
-sizes of the journal and the logs, and compares the last tenth of the run with the first.
+sizes of the store and the logs, and compares the last tenth of the run with the first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SAMPLES = 200
 _BOUND = 120.0
 MEMORY_RATIO = 1.15
 MORE_DESCRIPTORS = 16
-MORE_JOURNAL_MIB = 4  # deleted sessions stay in the file until a compaction is worth its cost
+MORE_JOURNAL_MIB = 4  # the write-ahead log of the store is emptied at 4 MiB
 LOG_BYTES_PER_REQUEST = 256
 
 
