@@ -155,7 +155,6 @@ def test_the_objects_of_prometheus_operator_are_what_its_crds_say() -> None:
 
 def test_the_command_refuses_what_cannot_be(cli: Cli) -> None:
     for arguments, text in (
-        (("grafana",), "deploy/observe/grafana-dashboard.json"),
         (("prometheus", "nobody"), "No stack named `nobody` is running"),
         (("prometheus", "--seconds", "0"), "cannot scrape every 0 s"),
         (("prometheus", "x", "--follow", "--host", "0.0.0.0"), "without a token"),
