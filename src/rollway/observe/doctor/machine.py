@@ -23,7 +23,7 @@ from rollway.errors import Level, Problem
 from rollway.fleet.discovery import Worker
 from rollway.observe.doctor.subject import Finding, Findings, ModelWorkers, Subject
 from rollway.observe.metrics import parse_labels_key
-from rollway.observe.read import decode
+from rollway.observe.read import Run
 from rollway.observe.record import Entry
 from rollway.stack import doctor, logs, preset
 from rollway.stack.commands import WILDCARDS
@@ -329,7 +329,6 @@ def _pass_on(problems: list[Problem], text: str) -> list[Finding]:
 _STALE_SAMPLES = 5
 """A record is alive if its last sample is at most this many intervals old."""
 _UNKNOWN_INTERVAL = 60.0
-_TAIL = 4 << 20
 
 
 async def check_record(subject: Subject) -> Findings:
@@ -370,11 +369,7 @@ async def check_record(subject: Subject) -> Findings:
 
 
 def read_last_samples(directory: Path) -> list[Entry]:
-    """Return the last two samples of a supervisor, from the end of its newest file."""
-    entries = []
-    with contextlib.suppress(OSError, ValueError):
-        files = directory.glob("supervisor-*.s*.jsonl")
-        with max(files, key=lambda path: path.stat().st_mtime).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            entries = [decode(line) for line in file.read(_TAIL).splitlines()]
-    return [e for e in entries if isinstance(e, dict) and e["kind"] == "sample"][-2:]
+    """Return the last two samples of a supervisor."""
+    run = Run(directory)
+    run.check_schema()
+    return [e for e in run.read_end() if (e["kind"], e["process"]) == ("sample", "supervisor")][-2:]
