@@ -18,7 +18,7 @@ from typing import Any
 import rollway
 from rollway.aio import Stack
 from rollway.errors import UsageError
-from rollway.gateway.connections import Listener, raise_file_limit
+from rollway.gateway.connections import Listener, raise_connection_limit
 from rollway.gateway.server import Gateway
 from rollway.gateway.store import Store
 from rollway.gateway.template import Template
@@ -62,7 +62,7 @@ async def open_gateway(
     options: GatewayOptions, access: Access
 ) -> AsyncIterator[tuple[Stack, Gateway]]:
     """Open the stack and the store; yield the gateway, which does not listen yet."""
-    if warning := raise_file_limit():
+    if warning := raise_connection_limit():
         print(warning, file=sys.stderr)
     target = launcher.resolve_name(options.stack)
     async with rollway.attach(target, rl_url=options.rl_url) as stack:
