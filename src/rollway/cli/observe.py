@@ -15,7 +15,6 @@ from rollway.cli.output import print_progress, print_result
 from rollway.errors import UsageError
 from rollway.observe import exporter
 from rollway.observe.dash import open_run
-from rollway.observe.dash.browsers import DashAccess
 from rollway.observe.dash.view import Source
 from rollway.stack import targets
 from rollway.stack.ray import launcher
@@ -30,15 +29,14 @@ def export(options: argparse.Namespace) -> int:
     name = options.name
     if name is None or "://" not in name:
         name = launcher.resolve_name(name)
-    access = DashAccess(read_token(options) if options.follow else "")
-    access.check_host(options.host)
-    config = exporter.make_config(options.seconds, has_token=bool(access.token))
+    token = read_token(options) if options.follow else ""
+    config = exporter.make_config(options.seconds, has_token=bool(token))
     paths = [exporter.write_config(options.out, config)]
-    if access.token:
-        paths.append(exporter.write_token(options.out, access.token))
+    if token:
+        paths.append(exporter.write_token(options.out, token))
     if options.follow:
         with open_run.open_source(name, None) as source:
-            asyncio.run(_follow(source, name, access.token, paths, options))
+            asyncio.run(_follow(source, name, token, paths, options))
     else:
         paths.append(asyncio.run(_write_once(name, options.out)))
         _show(options, paths)
