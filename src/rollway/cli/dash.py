@@ -21,7 +21,7 @@ from rollway.errors import UsageError
 from rollway.observe.dash import live_table, open_run
 from rollway.observe.dash.browsers import TOKEN, TOKEN_FIX, DashAccess
 from rollway.observe.dash.server import Dashboard, serve
-from rollway.observe.dash.view import Source, Watch
+from rollway.observe.dash.view import RunSource, Watch
 from rollway.spec import is_loopback
 from rollway.stack.state import make_home
 
@@ -101,7 +101,7 @@ def read_token(options: argparse.Namespace) -> str:
     return token
 
 
-async def _serve(source: Source, access: DashAccess, options: argparse.Namespace) -> None:
+async def _serve(source: RunSource, access: DashAccess, options: argparse.Namespace) -> None:
     # Before the address is printed: whoever reads it may stop the dashboard at once.
     stop_requested = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -15,7 +15,7 @@ from rollway.cli.output import print_progress, print_result
 from rollway.errors import UsageError
 from rollway.observe import exporter
 from rollway.observe.dash import open_run
-from rollway.observe.dash.view import Source
+from rollway.observe.dash.view import RunSource
 from rollway.stack import targets
 from rollway.stack.ray import launcher
 
@@ -61,7 +61,7 @@ def _get_stack(name: str) -> str:
 
 
 async def _follow(
-    source: Source, name: str, token: str, paths: list[Path], options: argparse.Namespace
+    source: RunSource, name: str, token: str, paths: list[Path], options: argparse.Namespace
 ) -> None:
     stop_requested = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

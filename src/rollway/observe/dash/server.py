@@ -33,7 +33,7 @@ from rollway.callers import check_address
 from rollway.gateway.connections import Connections
 from rollway.observe.dash.browsers import TOKEN_FIX, DashAccess, make_app, refuse
 from rollway.observe.dash.conversations import Conversations
-from rollway.observe.dash.view import PastEntries, Source, View, Watch
+from rollway.observe.dash.view import PastEntries, RunSource, View, Watch
 from rollway.stack.logs import LogFollower
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ STATIC = Path(__file__).parent / "static"
 class Dashboard:
     """The page of one source, for any number of browsers."""
 
-    def __init__(self, source: Source, access: DashAccess | None = None) -> None:
+    def __init__(self, source: RunSource, access: DashAccess | None = None) -> None:
         self.source = source
         self.watch = Watch(source)
         self._access = access or DashAccess()
