@@ -21,7 +21,7 @@ import aiohttp
 
 from rollway.errors import Level, Problem
 from rollway.fleet.discovery import Worker
-from rollway.observe.doctor.subject import Finding, Findings, ModelWorkers, Subject
+from rollway.observe.doctor.subject import Findings, ModelWorkers, Subject
 from rollway.observe.metrics import parse_labels_key
 from rollway.observe.read import Run
 from rollway.observe.record import Entry
@@ -294,34 +294,33 @@ async def check_disk(subject: Subject, state: StackState) -> Findings:
         yield "ok", f"room in {home()}"
 
 
-async def check_shared_memory(subject: Subject, state: StackState) -> Findings:
+def check_shared_memory(subject: Subject, state: StackState) -> Findings:
     """There is room for weights and for the engines in /dev/shm, as their processes see it."""
     pids = [process.pid for process in state.processes if process.role == "worker"]
     # Workers in containers have a /dev/shm of their own; whose cannot be seen counts as this one.
     roots = [root for pid in pids if os.access((root := _PROC / str(pid) / "root") / "dev/shm", 0)]
     problems = [doctor.check_shared_memory(root) for root in roots or [Path("/")]]
-    for finding in _pass_on(problems, problems[0].cause)[:1]:
-        yield finding
+    worst = next((problem for problem in problems if problem.level != "ok"), problems[0])
+    return _pass_on([worst], worst.cause)
 
 
-async def check_leftovers(subject: Subject, state: StackState) -> Findings:
+def check_leftovers(subject: Subject, state: StackState) -> Findings:
     """No stack of this user was left behind by a dead supervisor, nor anything else of a dead
     run."""
-    for finding in _pass_on([*doctor.check_stacks(), *doctor.check_leftovers()], "none"):
-        yield finding
+    return _pass_on([*doctor.check_stacks(), *doctor.check_leftovers()], "none")
 
 
-async def check_packages(subject: Subject, state: StackState) -> Findings:
+def check_packages(subject: Subject, state: StackState) -> Findings:
     """The installed versions are those that were tested together."""
     problems = [replace(p, cause=f"{p.what} {p.cause}") for p in doctor.check_packages()]
-    for finding in _pass_on(problems, "the tested versions"):
-        yield finding
+    return _pass_on(problems, "the tested versions")
 
 
-def _pass_on(problems: list[Problem], text: str) -> list[Finding]:
-    """Return what the doctor of a machine found wrong, or that it found nothing."""
+async def _pass_on(problems: list[Problem], text: str) -> Findings:
+    """Yield what the doctor of a machine found wrong, or that it found nothing."""
     wrong = [problem for problem in problems if problem.level != "ok"]
-    return [(p.level, p.cause, p.fix) for p in wrong] or [("ok", text, "")]
+    for problem in wrong or [Problem("", "ok", text)]:
+        yield problem.level, problem.cause, problem.fix
 
 
 # --- the record ----------------------------------------------------------------------------------
