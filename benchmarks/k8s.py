@@ -206,7 +206,7 @@ def _measure_memory(options: Options) -> dict[str, Any]:
             peaks[count] = _run_command(options, cluster)
     finally:
         names = [body["metadata"]["name"] for body in cluster.list(POD, labels=_BENCH_LABEL)]
-        do_at_once(lambda name: cluster.delete(POD, name, grace_seconds=0), names)
+        do_at_once(lambda name: cluster.delete(POD, name), names)
     few, many = (peaks[count] for count in _PODS)
     return {"pods": list(_PODS), "peak_mib": [few, many], "ratio": many / few}
 

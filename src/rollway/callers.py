@@ -3,11 +3,16 @@
 no token   loopback only, under a name of loopback: otherwise a web page could reach the server
            by a name of its own that leads to 127.0.0.1 (DNS rebinding)
 tokens     any address; every request has one, as `Authorization: Bearer TOKEN`
+
+The gateway has several tokens, which say what their callers may do (`gateway/tokens.py`).
 """
 
 from __future__ import annotations
 
 import hmac
+import os
+from collections.abc import Mapping
+from email.message import Message
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -19,6 +24,22 @@ def check_address(host: str, has_token: bool, fix: str) -> None:
     """Refuse to listen where strangers are, unless there is a token."""
     if not has_token and not is_loopback(host):
         raise UsageError(f"Listening on {host} without a token would let anybody in.", fix)
+
+
+def read_token(variable: str) -> str:
+    """Return the token of the environment, or an empty text. It is no argument of a command: all
+    users can read those."""
+    token = os.environ.get(variable, "").strip()
+    if variable in os.environ and len(token) < 16:
+        raise UsageError(f"{variable} has fewer than 16 characters.", "Unset or lengthen it.")
+    return token
+
+
+def admits(headers: Mapping[str, str] | Message, token: str) -> bool:
+    """Return whether a request has the token; if there is none, whether it names loopback."""
+    if token:
+        return is_one_of(read_bearer(headers.get("Authorization", "")), token.encode())
+    return is_loopback_host(headers.get("Host", ""))
 
 
 def read_bearer(header: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import stat
 import time
@@ -220,6 +221,14 @@ def wait_gone(processes: set[ProcessId], seconds: float) -> set[ProcessId]:
 def adopt_orphans() -> None:
     """Become the parent of grandchildren whose own parent dies, instead of pid 1."""
     _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def raise_file_limit(most: int = 1 << 30) -> int:
+    """Raise the limit of open files of this process, to `most` if it may; return what it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < min(hard, most):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, most), hard))
+    return hard
 
 
 def die_with_parent() -> None:

@@ -111,7 +111,7 @@ class TestNode:
     def remove_pod(self, name: str) -> None:
         """Delete a pod at once, as a kubelet does when its processes have ended."""
         self._statuses.pop(name, None)
-        self.cluster.delete(POD, name, grace_seconds=0)
+        delete_now(self.cluster, name)
 
     def expose(
         self, service: str, owner: Object, pods: Sequence[str], ports: Mapping[int, int]
@@ -202,6 +202,12 @@ def make_reference(owner: Object, *, controller: bool = True) -> Object:
         "controller": controller,
         "blockOwnerDeletion": controller,
     }
+
+
+def delete_now(cluster: Cluster, pod: str) -> None:
+    """Delete a pod without a grace period, at whose end a kubelet would delete it."""
+    options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
+    cluster._ask("DELETE", POD, pod, body=options)
 
 
 def now() -> str:

@@ -25,6 +25,7 @@ from rollway.kubernetes.objects import (
 from rollway.kubernetes.spec import Infra
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.flows import RAY, RUN, World, make_graph, open_world
+from tests.kubernetes.node import delete_now
 from tests.waiting import wait_until
 
 
@@ -250,7 +251,7 @@ def test_deployments_come_before_graphs_and_go_with_them(world: World) -> None:
     assert world.get_owners(SERVICE, "math-gym") == owner
     take_down(world.cluster, RUN)
     for body in world.list(POD):  # no kubelet ends the pods of a Deployment here
-        world.admin.delete(POD, body["metadata"]["name"], grace_seconds=0)
+        delete_now(world.admin, body["metadata"]["name"])
     world.wait_until_empty()
 
 

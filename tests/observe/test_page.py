@@ -15,7 +15,7 @@ from rollway.gateway.turns import Turn
 from rollway.observe.dash.browsers import DashAccess
 from rollway.observe.dash.open_run import open_directory
 from rollway.observe.dash.server import Dashboard, serve
-from rollway.observe.dash.view import Source
+from rollway.observe.dash.view import RunSource
 from tests.observe.browser import Page, needs_chromium, open_browser
 from tests.observe.make_run import MadeRun, Writer, make_header, write_run
 
@@ -25,7 +25,7 @@ MARKUP = "<img src=x onerror=alert(1)><b>bold</b>"
 
 
 @asynccontextmanager
-async def open_page(source: Path | Source, *, port: int = 0, **size: int) -> AsyncIterator[Page]:
+async def open_page(source: Path | RunSource, *, port: int = 0, **size: int) -> AsyncIterator[Page]:
     """Open the dashboard of a run; at the end, nothing may have gone wrong in the page."""
     source = open_directory(source) if isinstance(source, Path) else source
     async with AsyncExitStack() as stack:

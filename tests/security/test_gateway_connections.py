@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from rollway.gateway.connections import Connections, raise_file_limit
+from rollway.gateway.connections import Connections, raise_connection_limit
 from tests.security.gateway_service import Service, serve_gateway
 from tests.soak import SOAK
 from tests.waiting import wait_until_async
@@ -118,11 +118,11 @@ async def test_idle_connections_beyond_the_file_limit_do_not_block_clients(tmp_p
         import asyncio, resource, sys
         from pathlib import Path
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
-        from rollway.gateway.connections import raise_file_limit
+        from rollway.gateway.connections import raise_connection_limit
         from tests.security.gateway_service import serve_gateway
 
         async def main():
-            print(raise_file_limit(), file=sys.stderr)
+            print(raise_connection_limit(), file=sys.stderr)
             async with serve_gateway(Path(sys.argv[1])) as gateway:
                 print(gateway.port, flush=True)
                 await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -167,7 +167,7 @@ def test_the_soft_file_limit_is_raised_to_the_hard_limit() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
-        raise_file_limit()
+        raise_connection_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -437,10 +437,12 @@ def test_a_store_of_another_version_or_program_is_refused(
 
 def test_an_old_journal_is_refused(tmp_path: Path) -> None:
     old = tmp_path / "stack.jsonl"
-    old.write_bytes(b'{"sum":"5f1c9a0e","entry":{"type":"turn"}}\n')
+    entry = b'{"sum":"5f1c9a0e","entry":{"type":"turn"}}\n'
+    old.write_bytes(entry)
     with pytest.raises(UsageError, match="not the store of a gateway"):
         Store(old)
     assert [each.name for each in tmp_path.iterdir()] == ["stack.jsonl"]
+    assert old.read_bytes() == entry
 
 
 # --- permissions ---------------------------------------------------------------------------------

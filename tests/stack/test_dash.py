@@ -17,7 +17,7 @@ import rollway
 from rollway.observe.dash.browsers import DashAccess
 from rollway.observe.dash.open_run import open_source, open_stack
 from rollway.observe.dash.server import Dashboard, serve
-from rollway.observe.dash.view import Source, View
+from rollway.observe.dash.view import RunSource, View
 from rollway.stack.state import StackDir
 from tests.conftest import Cli, Footprint
 from tests.light.spec import light
@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 OFTEN = {"interval_seconds": 0.2}
 
 
-def follow(source: Source, view: View) -> View:
+def follow(source: RunSource, view: View) -> View:
     for entry in source.poll():
         view.add(entry)
     return view

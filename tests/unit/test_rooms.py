@@ -41,7 +41,7 @@ MOST_LINES, MOST_MODULES = 50_000, 320
 """Of the whole package: lines with code on them. Comments and docstrings are free."""
 
 BUDGET = {
-    "base": (16, 2_480),
+    "base": (16, 2_490),
     "cli": (15, 1_650),
     "demo": (6, 690),
     "engine": (24, 4_190),

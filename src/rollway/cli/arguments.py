@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 Parser = argparse.ArgumentParser
-Run = Callable[[argparse.Namespace], int]
-Add = Callable[[str, Run, str], Parser]
+Command = Callable[[argparse.Namespace], int]
+Add = Callable[[str, Command, str], Parser]
 """Adds a command to a group: its name, the function that runs it, and its help."""
 
 SET = "override a field of the stack; repeatable"
@@ -18,7 +18,7 @@ NAME = "a running stack, or the address of a frontend; optional when one stack r
 ON = "where to look: local, ray, or ray=HOST:PORT (default: here, then the cluster of this node)"
 
 
-def set_command(parser: Parser, run: Run) -> Parser:
+def set_command(parser: Parser, run: Command) -> Parser:
     """Make a parser that of a command; every command has `--json`."""
     add_flag(parser, "--json", "print JSON on stdout")
     parser.set_defaults(run_command=run)

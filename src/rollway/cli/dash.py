@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import secrets
 import signal
 import sys
@@ -15,13 +14,14 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from rollway import callers
 from rollway.cli.arguments import Parser, add_flag, add_listening, add_name, set_command
 from rollway.cli.output import print_json, print_progress, print_result
 from rollway.errors import UsageError
 from rollway.observe.dash import live_table, open_run
-from rollway.observe.dash.browsers import TOKEN, DashAccess
+from rollway.observe.dash.browsers import TOKEN, TOKEN_FIX, DashAccess
 from rollway.observe.dash.server import Dashboard, serve
-from rollway.observe.dash.view import Source, Watch
+from rollway.observe.dash.view import RunSource, Watch
 from rollway.spec import is_loopback
 from rollway.stack.state import make_home
 
@@ -30,7 +30,6 @@ def dash(options: argparse.Namespace) -> int:
     """Serve until a signal arrives."""
     _check_source(options)
     access = DashAccess(read_token(options))
-    access.check_host(options.host)
     if access.token and not is_loopback(options.host):
         print_progress(f"What the page shows crosses the network of {options.host} in the clear.")
     if options.journal is not None and not options.journal.is_file():
@@ -96,14 +95,13 @@ def print_report(result: Mapping[str, Any]) -> None:
 
 
 def read_token(options: argparse.Namespace) -> str:
-    """Return the token, or an empty text. It is not an argument: all users can read those."""
-    token = os.environ.get(TOKEN, "").strip()
-    if TOKEN in os.environ and len(token) < 16:
-        raise UsageError(f"{TOKEN} has fewer than 16 characters.", "Unset it, and use --token.")
-    return token or (secrets.token_urlsafe(24) if options.token else "")
+    """Return the token, or an empty text if only this machine can reach the address."""
+    token = callers.read_token(TOKEN) or (secrets.token_urlsafe(24) if options.token else "")
+    callers.check_address(options.host, bool(token), TOKEN_FIX)
+    return token
 
 
-async def _serve(source: Source, access: DashAccess, options: argparse.Namespace) -> None:
+async def _serve(source: RunSource, access: DashAccess, options: argparse.Namespace) -> None:
     # Before the address is printed: whoever reads it may stop the dashboard at once.
     stop_requested = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

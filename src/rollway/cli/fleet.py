@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rollway
-from rollway.cli.arguments import Parser, Run, add_flag, add_name, make_group
+from rollway.cli.arguments import Command, Parser, add_flag, add_name, make_group
 from rollway.cli.output import print_json, print_progress, print_result, print_table
 from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.admin import version_left
@@ -236,7 +236,7 @@ def _print_change(
 def add_fleet(parser: Parser) -> None:
     add_command = make_group(parser)
 
-    def add(run: Run, text: str) -> Parser:
+    def add(run: Command, text: str) -> Parser:
         parser = add_command(run.__name__, run, text)
         add_name(parser)
         parser.add_argument("--rl-url", help="address of the RL worker listing, if elsewhere")

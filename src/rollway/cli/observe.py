@@ -15,23 +15,13 @@ from rollway.cli.output import print_progress, print_result
 from rollway.errors import UsageError
 from rollway.observe import exporter
 from rollway.observe.dash import open_run
-from rollway.observe.dash.browsers import DashAccess
-from rollway.observe.dash.view import Source
+from rollway.observe.dash.view import RunSource
 from rollway.stack import targets
 from rollway.stack.ray import launcher
-
-_KINDS = {
-    "prometheus": "write a scrape config with targets",
-    "grafana": "take deploy/observe/grafana-dashboard.json as it is",
-    "alerts": "take deploy/observe/rollway.rules.yml as it is",
-    "podmonitors": "take deploy/observe/podmonitors.yaml as it is",
-}
 
 
 def export(options: argparse.Namespace) -> int:
     """Write a scrape config with its targets, and with `--follow` keep them true."""
-    if options.what != "prometheus":
-        raise UsageError(f"`{options.what}` is in the repository.", f"Just {_KINDS[options.what]}.")
     if not 0 < options.seconds <= 3600:
         raise UsageError(
             f"Prometheus cannot scrape every {options.seconds:g} s.", "Give --seconds up to 3600."
@@ -39,15 +29,14 @@ def export(options: argparse.Namespace) -> int:
     name = options.name
     if name is None or "://" not in name:
         name = launcher.resolve_name(name)
-    access = DashAccess(read_token(options) if options.follow else "")
-    access.check_host(options.host)
-    config = exporter.make_config(options.seconds, has_token=bool(access.token))
+    token = read_token(options) if options.follow else ""
+    config = exporter.make_config(options.seconds, has_token=bool(token))
     paths = [exporter.write_config(options.out, config)]
-    if access.token:
-        paths.append(exporter.write_token(options.out, access.token))
+    if token:
+        paths.append(exporter.write_token(options.out, token))
     if options.follow:
         with open_run.open_source(name, None) as source:
-            asyncio.run(_follow(source, name, access.token, paths, options))
+            asyncio.run(_follow(source, name, token, paths, options))
     else:
         paths.append(asyncio.run(_write_once(name, options.out)))
         _show(options, paths)
@@ -72,7 +61,7 @@ def _get_stack(name: str) -> str:
 
 
 async def _follow(
-    source: Source, name: str, token: str, paths: list[Path], options: argparse.Namespace
+    source: RunSource, name: str, token: str, paths: list[Path], options: argparse.Namespace
 ) -> None:
     stop_requested = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -102,15 +91,12 @@ async def _is_first(first: Awaitable[object], second: Awaitable[object]) -> bool
 
 def add_observe(parser: Parser) -> None:
     group = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    # A command for each kind: the optional NAME of one parser could not follow an option.
     add = make_group(group.add_parser("export", help="give a stack to Prometheus"))
-    for what, text in _KINDS.items():
-        parser = add(what, export, text)
-        parser.set_defaults(what=what)
-        add_name(parser, "a stack, or a frontend's address")
-        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
-        add_flag(parser, "--follow", "stay, keep the targets true, serve Rollway's own metrics")
-        add_listening(parser, 8181)
-        add_flag(parser, "--token", "ask for a token: ROLLWAY_DASH_TOKEN, or a random one")
-        text = "between two scrapes, and between two evaluations of rules (default 5)"
-        parser.add_argument("--seconds", type=float, default=5.0, help=text)
+    parser = add("prometheus", export, "write a scrape config with targets")
+    add_name(parser, "a stack, or a frontend's address")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
+    add_flag(parser, "--follow", "stay, keep the targets true, serve Rollway's own metrics")
+    add_listening(parser, 8181)
+    add_flag(parser, "--token", "ask for a token: ROLLWAY_DASH_TOKEN, or a random one")
+    text = "between two scrapes, and between two evaluations of rules (default 5)"
+    parser.add_argument("--seconds", type=float, default=5.0, help=text)

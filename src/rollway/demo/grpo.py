@@ -80,7 +80,7 @@ class StepStats:
     seconds: float
 
 
-def group_advantages(rewards: Tensor, eps: float = 1e-4) -> Tensor:
+def group_advantages(rewards: Tensor) -> Tensor:
     """Turn rewards ``[groups, group_size]`` into advantages of the same shape.
 
     The mean of the group takes the place of a value function. A group whose rewards are all
@@ -90,7 +90,7 @@ def group_advantages(rewards: Tensor, eps: float = 1e-4) -> Tensor:
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     deviation = rewards.std(dim=1, keepdim=True, correction=0)
     constant = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
-    return torch.where(constant, torch.zeros_like(rewards), centred / (deviation + eps))
+    return torch.where(constant, torch.zeros_like(rewards), centred / (deviation + 1e-4))
 
 
 def completion_mask(completion_ids: TokenIds, device: torch.device | str = "cpu") -> Tensor:

@@ -51,8 +51,9 @@ class Prompt:
 class CountingTask:
     """Deals counting prompts and grades the sampled token ids."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int = 12) -> None:
-        self.max_tokens = max_tokens
+    max_tokens = 12
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.digit_ids = tokenizer.encode("0123456789", add_special_tokens=False)
         self._prompts = [self._build_prompt(tokenizer, start) for start in range(10)]
 

@@ -18,7 +18,7 @@ from typing import Any
 import rollway
 from rollway.aio import Stack
 from rollway.errors import UsageError
-from rollway.gateway.connections import Listener, raise_file_limit
+from rollway.gateway.connections import Listener, raise_connection_limit
 from rollway.gateway.server import Gateway
 from rollway.gateway.store import Store
 from rollway.gateway.template import Template
@@ -62,13 +62,13 @@ async def open_gateway(
     options: GatewayOptions, access: Access
 ) -> AsyncIterator[tuple[Stack, Gateway]]:
     """Open the stack and the store; yield the gateway, which does not listen yet."""
-    if warning := raise_file_limit():
+    if warning := raise_connection_limit():
         print(warning, file=sys.stderr)
     target = launcher.resolve_name(options.stack)
     async with rollway.attach(target, rl_url=options.rl_url) as stack:
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
         tokenizer = options.tokenizer or find_model_path(stack, model)
-        path = options.journal or find_store(stack.name or "attached")
+        path = options.journal or make_home() / "gateway" / f"{stack.name or 'attached'}.sqlite"
         store = Store(path, sync=options.journal_sync)
         try:
             gateway = await create_gateway(
@@ -159,19 +159,6 @@ def find_model_path(stack: Stack, model: str | None) -> str:
     path = stack.find_checkpoint(model)
     if path is None:
         raise UsageError("The model's tokenizer is not known.", "Pass it with --tokenizer.")
-    return path
-
-
-def find_store(name: str) -> Path:
-    """Return where the gateway of a stack records by default; refuse if an earlier version recorded
-    there, whose sessions would be missing."""
-    path = make_home() / "gateway" / f"{name}.sqlite"
-    old = path.with_suffix(".jsonl")
-    if old.exists():
-        raise UsageError(
-            f"{old} is a journal of an earlier version, which this version does not read.",
-            "Move it away to begin with no sessions.",
-        )
     return path
 
 

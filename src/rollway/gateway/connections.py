@@ -20,6 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from rollway.errors import PortInUse, UsageError
+from rollway.processes import raise_file_limit
 
 HEADER_SECONDS = 20.0
 """The time from the connection to the end of the first request's headers."""
@@ -194,12 +195,9 @@ class _Wait:
         return now - self._since > self._seconds
 
 
-def raise_file_limit() -> str:
-    """Raise the soft limit of open files to the hard limit; return a warning if that is low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
+def raise_connection_limit() -> str:
+    """Raise the limit of open files, and so of clients; return a warning if it stays low."""
+    if (hard := raise_file_limit()) < _FEW_FILES:
         return (
             f"This process may open {hard} files, so at most {get_connection_limit()} clients can "
             "be connected. Raise the hard limit (ulimit -Hn) for more."
@@ -210,6 +208,4 @@ def raise_file_limit() -> str:
 def get_connection_limit() -> int:
     """Return how many clients may connect: each needs a second descriptor, to the frontend."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return 100_000
     return max(8, (soft - _RESERVED_FILES) // 2)

@@ -314,7 +314,6 @@ class Cluster:
         *,
         uid: str | None = None,
         resource_version: str | None = None,
-        grace_seconds: int | None = None,
     ) -> bool:
         """Delete an object; return False if there is none. With `uid`, only that very object, with
         `resource_version` only if nobody has changed it.
@@ -326,7 +325,6 @@ class Cluster:
         expected = {"uid": uid, "resourceVersion": resource_version}
         expected = {key: value for key, value in expected.items() if value}
         body: Object = {**options, **({"preconditions": expected} if expected else {})}
-        body |= {} if grace_seconds is None else {"gracePeriodSeconds": grace_seconds}
         return self._ask("DELETE", kind, name, body=body) is not None
 
     def find_drift(self, kind: Kind, body: Object) -> tuple[str, ...]:

@@ -47,9 +47,9 @@ class Driver:
 class RayDashboard:
     """The job API of a Ray head, reached through its Service."""
 
-    def __init__(self, cluster: Cluster, service: str, port: int = DASHBOARD_PORT) -> None:
+    def __init__(self, cluster: Cluster, service: str) -> None:
         self.service = service
-        self._cluster, self._port = cluster, port
+        self._cluster = cluster
 
     def find_job(self, job_id: str) -> Object | None:
         """Return what Ray knows of a job; None if it has none of this id."""
@@ -96,7 +96,7 @@ class RayDashboard:
                 # The head's Service is there before its dashboard listens.
                 time.sleep(min(2.0**attempt, 5.0))
             status, answer = self._cluster.ask_service(
-                self.service, self._port, path, method=method, body=body
+                self.service, DASHBOARD_PORT, path, method=method, body=body
             )
             if status not in (502, 503, 504):
                 break

@@ -32,7 +32,7 @@ from rollway.fleet.discovery import Worker
 from rollway.model_spec import slug
 from rollway.observe import metrics_endpoint
 from rollway.observe.dash.open_run import find_on_ray, find_state
-from rollway.observe.dash.view import Source
+from rollway.observe.dash.view import RunSource
 from rollway.stack import local, targets
 from rollway.stack.commands import WILDCARDS
 from rollway.stack.targets import Group
@@ -99,7 +99,7 @@ class Exporter:
     """Follows one stack: its record, and its list of targets."""
 
     def __init__(
-        self, stack: str, source: Source, list_groups: ListGroups, directory: Path
+        self, stack: str, source: RunSource, list_groups: ListGroups, directory: Path
     ) -> None:
         self._stack = stack
         self._source = source

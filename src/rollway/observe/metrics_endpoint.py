@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollway.callers import is_loopback_host, is_one_of, read_bearer
+from rollway.callers import admits, check_address, read_token
+from rollway.errors import UsageError
 from rollway.observe import steps
 from rollway.observe.metrics import OWN, Values, parse_labels_key
 from rollway.observe.read import Run, is_alive, list_runs, read_headers
 from rollway.observe.record import Entry
 from rollway.observe.run_state import RunState
-from rollway.spec import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ ADDRESS, TOKEN = "ROLLWAY_METRICS", "ROLLWAY_METRICS_TOKEN"
 PAGE_TYPE = "text/plain; version=0.0.4"
 KEPT_VERSIONS = 8
 """How many versions a page has. A run has thousands, and Prometheus keeps every series."""
-_SHORTEST_TOKEN = 16
 _MOST_CONNECTIONS = 16
 
 
@@ -156,9 +155,9 @@ def serve_if_asked(runs: Path) -> str | None:
                 host, _, port = text.rpartition(":")
                 if not port.isdecimal():
                     raise ValueError("it has no port, as in 127.0.0.1:9400")
-                host, token = host.strip("[]") or "127.0.0.1", os.environ.get(TOKEN, "")
+                host, token = host.strip("[]") or "127.0.0.1", read_token(TOKEN)
                 _server = listen(host, int(port), token, _home_metrics.render)
-            except (OSError, ValueError, OverflowError) as error:  # 99999 is no port
+            except (OSError, ValueError, OverflowError, UsageError) as error:  # 99999 is no port
                 log.warning("%s=%s: no metrics are served here: %s", ADDRESS, text, error)
                 return None
         return "http://{!s}:{}/metrics".format(*_server.server_address[:2])
@@ -168,10 +167,9 @@ def listen(host: str, port: int, token: str, render: Callable[[], str]) -> Threa
     """Serve a page from a thread, which is rendered by one request at a time.
 
     Raises:
-        ValueError: other hosts could read it without a token.
+        UsageError: other hosts could read it without a token.
     """
-    if not is_loopback(host) and len(token) < _SHORTEST_TOKEN:
-        raise ValueError(f"other hosts may read them: set {TOKEN}, with {_SHORTEST_TOKEN} signs")
+    check_address(host, bool(token), f"Set {TOKEN}.")
     server = _Server((host, port), _make_handler(render, token))
     threading.Thread(target=server.serve_forever, name="rollway-metrics", daemon=True).start()
     return server
@@ -215,7 +213,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def _make_handler(render: Callable[[], str], token: str) -> type[BaseHTTPRequestHandler]:
-    rendering, known = threading.Lock(), token.encode()
+    rendering = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         server: _Server
@@ -225,10 +223,9 @@ def _make_handler(render: Callable[[], str], token: str) -> type[BaseHTTPRequest
             self.server.end_waiting(self.connection)
             if urlsplit(self.path).path != "/metrics":
                 self.send_error(404)
-            elif token and not is_one_of(read_bearer(self.headers["Authorization"] or ""), known):
-                self.send_error(401)
-            elif not token and not is_loopback_host(self.headers.get("Host", "")):
-                self.send_error(403)  # a page of the web that had its name lead here
+            elif not admits(self.headers, token):
+                # Without a token it is a page of the web that had its name lead here.
+                self.send_error(401 if token else 403)
             else:
                 with rendering:
                     body = render().encode()

@@ -221,8 +221,7 @@ SHAPES: dict[str, Any] = {
 
 
 class Recorder:
-    """Writes the entries of one process. Its file appears with its first entry. `began` is the
-    time before which it has none, by default now.
+    """Writes the entries of one process. Its file appears with its first entry.
 
     Example:
         recorder = Recorder(directory, "driver", stack="policy", run=run_id)
@@ -237,7 +236,6 @@ class Recorder:
         *,
         stack: str = "",
         run: str = "",
-        began: float | None = None,
         largest_bytes: int = LARGEST_BYTES,
     ) -> None:
         self.directory = directory
@@ -246,7 +244,6 @@ class Recorder:
         self.run = run
         self.dropped = 0
         """How many entries were not recorded."""
-        self._first_time = began
         self._largest_bytes = largest_bytes
         self._starting = threading.Lock()
         self._begin()
@@ -254,7 +251,7 @@ class Recorder:
     def _begin(self) -> None:
         """Begin with an empty queue and no file: at first, and in a child after a fork."""
         self._pid = os.getpid()
-        self._began = time.time() if self._first_time is None else self._first_time
+        self._began = time.time()
         self._queue: deque[Entry] = deque()
         self._queued = 0
         self._taken = 0

@@ -33,7 +33,7 @@ all calls in it (`flush.…`), or of a part of an order."""
 KEPT = 50
 _LONGEST_STEP_SECONDS = 1020.0
 """A pause and an update may take this long by default. After it nobody refits any more."""
-SLOW_RATIO, SLOW_SECONDS = 1.5, 0.05
+SLOW_WORKER_RATIO, SLOW_WORKER_SECONDS = 1.5, 0.05
 """A worker is slow that takes so many times the median of its refit, and so much longer."""
 
 Bar = tuple[str, float, float]
@@ -71,7 +71,7 @@ class RefitBars:
         self.workers = {worker["instance_id"]: worker for worker in report["workers"]}
         busy = {name: sum(_get_phases(worker)) for name, worker in self.workers.items()}
         usual = statistics.median(busy.values()) if busy else 0.0
-        least = max(usual * SLOW_RATIO, usual + SLOW_SECONDS)
+        least = max(usual * SLOW_WORKER_RATIO, usual + SLOW_WORKER_SECONDS)
         self.slow = {name for name, seconds in busy.items() if seconds > least}
 
     def find_slowest(self) -> dict[str, float]:

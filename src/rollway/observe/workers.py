@@ -14,7 +14,7 @@ from rollway.observe.refits import RefitBars
 SERVING = ("ready", "serving")
 ENDING = ("stopping", "stopped")
 """What a supervisor says of its workers when it ends the whole stack, in order."""
-STALE_SECONDS = 15.0
+GAP_SECONDS = 15.0
 """A sampled value that is this much older than the newest sample is a gap."""
 KV_FULL = 0.95
 _MOST_SAMPLES, _HIT_BINS = 64, 90
@@ -184,7 +184,7 @@ class Workers:
                 continue
             samples = self._sampled.setdefault(metric, deque(maxlen=_MOST_SAMPLES))
             samples.append((t, values[metric]))
-            while samples[0][0] <= self._last_sample - STALE_SECONDS and len(samples) > 1:
+            while samples[0][0] <= self._last_sample - GAP_SECONDS and len(samples) > 1:
                 samples.popleft()
         for key, share in values.get(KV, {}).items():
             if history := self.histories.get(_get_worker(key)):
@@ -245,7 +245,7 @@ class Workers:
 
     def _find_newest(self) -> dict[str, dict[str, float]]:
         """Return the newest values of each worker that are not too old, by metric."""
-        oldest = self._last_sample - STALE_SECONDS
+        oldest = self._last_sample - GAP_SECONDS
         sampled: dict[str, dict[str, float]] = {}
         for metric, samples in self._sampled.items():
             for t, amounts in samples:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rollway.errors import RolloutError
-from rollway.rollout.trajectory import Rollout, Span
+from rollway.rollout.trajectory import Rollout, Span, list_versions
 
 if TYPE_CHECKING:
     from rollway.rollout.experts import RoutedExperts
@@ -58,8 +58,7 @@ class TokenSequence:
     @property
     def weight_version(self) -> int | None:
         """The oldest version among the spans; None if no version was ever declared."""
-        known = [span.version for span in self.spans if span.version is not None]
-        return min(known, default=None)
+        return min(list_versions(self.spans), default=None)
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values. Worker ids become strings, because they exceed a double's

@@ -7,7 +7,7 @@ span, so the trainer knows the version of every token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,11 @@ class Span:
     worker_id: int | None
     prefill_worker_id: int | None = None
     """With prefill and decode apart, the worker that computed the prompt of these tokens."""
+
+
+def list_versions(spans: Iterable[Span]) -> list[int]:
+    """Return the version of each span that has a known one."""
+    return [span.version for span in spans if span.version is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,7 @@ class Rollout:
     def weight_version(self) -> int | None:
         """The oldest version among the spans. None if no version was ever declared (an attached
         stack before its first refit)."""
-        known = [span.version for span in self.spans if span.version is not None]
-        return min(known, default=None)
+        return min(list_versions(self.spans), default=None)
 
     @property
     def worker_id(self) -> int | None:

@@ -25,7 +25,6 @@ import hashlib
 import os
 import pwd
 import random
-import resource
 import socket
 import sys
 import time
@@ -36,7 +35,7 @@ from pathlib import Path
 
 from rollway import private_files
 from rollway.errors import PortInUse, StartError
-from rollway.processes import ProcessId, boot_id, read_command, this_process
+from rollway.processes import ProcessId, boot_id, raise_file_limit, read_command, this_process
 from rollway.stack.state import home
 
 _POLL_SECONDS = 0.05
@@ -217,13 +216,14 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 FIRST, LAST = 20000, 32000
 _OPEN_FILES = 65536
+"""Each port needs one, and the usual limit is 1,024."""
 
 
 class Lease:
     """Reserves ports and GPUs until `release`."""
 
     def __init__(self) -> None:
-        _raise_file_limit()
+        raise_file_limit(_OPEN_FILES)
         self._locks: list[NamedLock] = []
         self._candidates = random.SystemRandom().sample(range(FIRST, LAST), LAST - FIRST)
 
@@ -289,11 +289,3 @@ def can_bind(port: int, host: str) -> bool:
                 "1023.",
             ) from error
     return True
-
-
-def _raise_file_limit() -> None:
-    """Raise the limit of open files: each port needs one, and the usual limit is 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -40,13 +40,13 @@ def tail(path: Path, lines: int = 20, *, before: int | None = None) -> list[str]
     return last_lines
 
 
-def read_error_tail(path: Path, lines: int = 15) -> list[str]:
-    """Return the lines up to the last error, or the last lines if there is none."""
+def read_error_tail(path: Path) -> list[str]:
+    """Return 15 lines up to the last error, or the last ones if there is none."""
     end = tail(path, 400)
     errors = [index for index, line in enumerate(end) if _ERROR.search(line)]
     if errors:
         end = end[: errors[-1] + 3]
-    return end[-lines:]
+    return end[-15:]
 
 
 def follow(

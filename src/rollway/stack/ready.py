@@ -40,6 +40,7 @@ _LISTING_SECONDS = 3.0
 """How often workers are listed before all of them answer."""
 _PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 _UNTRUSTED_ANSWERS = 3
+_LOST_LISTINGS = 3
 _NOTED_SECONDS = 5.0
 """After so many seconds of refusals the state of a worker says what may be the reason."""
 _DISAGREES = (
@@ -336,8 +337,7 @@ class ServingCheck:
 class MissingCounter:
     """Counts for how many listings in a row each worker was missing."""
 
-    def __init__(self, patience: int = 3) -> None:
-        self._patience = patience
+    def __init__(self) -> None:
         self._missing: dict[int, int] = {}
 
     def find_lost(self, expected: Mapping[str, int], listed: Set[int] | None) -> list[str]:
@@ -351,7 +351,7 @@ class MissingCounter:
             for instance in expected.values()
             if instance not in listed
         }
-        return [n for n, i in expected.items() if self._missing.get(i, 0) >= self._patience]
+        return [n for n, i in expected.items() if self._missing.get(i, 0) >= _LOST_LISTINGS]
 
 
 async def list_instances(http: Http, plan: StackPlan) -> set[int] | None:

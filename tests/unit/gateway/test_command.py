@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-
-from rollway.errors import UsageError
-from rollway.gateway.command import find_store
 
 SERVE = """
 import asyncio, os, signal
@@ -36,15 +30,3 @@ asyncio.run(command.serve_until_signal(command.ListeningGateway(gateway, "127.0.
 def test_a_stop_right_after_the_address_is_printed_closes_the_server() -> None:
     done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, b"closed\n"), done.stderr
-
-
-def test_the_journal_of_an_earlier_version_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ROLLWAY_HOME", str(tmp_path / "home"))
-    old = find_store("demo").with_suffix(".jsonl")
-    old.parent.mkdir(exist_ok=True)
-    old.write_text("{}")
-    with pytest.raises(UsageError, match=r"earlier version.*Move it away"):
-        find_store("demo")
-    assert [each.name for each in old.parent.iterdir()] == ["demo.jsonl"]

@@ -26,7 +26,7 @@ from rollway.observe.dash import view as source_module
 from rollway.observe.dash.browsers import POLICY, DashAccess
 from rollway.observe.dash.open_run import open_directory, open_stack
 from rollway.observe.dash.server import STATIC, Dashboard, serve
-from rollway.observe.dash.view import Source, View
+from rollway.observe.dash.view import RunSource, View
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.stack.state import StackState
@@ -48,7 +48,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def open_dash(source: Source | Path, token: str = "") -> AsyncIterator[Client]:
+async def open_dash(source: RunSource | Path, token: str = "") -> AsyncIterator[Client]:
     source = open_directory(source) if isinstance(source, Path) else source
     access = DashAccess(token)
     async with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import cast
 import pytest
 from aiohttp import web
 
-from rollway.errors import Problem
+from rollway.errors import Problem, UsageError
 from rollway.fleet.discovery import StaticList, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
@@ -25,7 +26,7 @@ from rollway.observe.doctor.machine import (
     read_limit,
 )
 from rollway.observe.doctor.subject import ModelWorkers, Subject
-from rollway.observe.record import Recorder
+from rollway.observe.record import SCHEMA, Recorder
 from rollway.stack import preset
 
 
@@ -39,6 +40,14 @@ def test_a_record_is_read_from_its_end_also_if_the_last_line_is_torn(tmp_path: P
         torn.write('{"kind":"sample","t":200.0,"val')
     assert [sample["t"] for sample in read_last_samples(tmp_path)] == [103.0, 104.0]
     assert read_last_samples(tmp_path / "nowhere") == []
+
+
+def test_samples_of_another_schema_are_refused_with_the_reason(tmp_path: Path) -> None:
+    header = {"kind": "header", "schema": SCHEMA - 1, "t": 1.0, "process": "supervisor"}
+    lines = [header, {"kind": "sample", "t": 2.0, "values": {}}]
+    (tmp_path / "supervisor-1-a.s0.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in lines))
+    with pytest.raises(UsageError, match="Another version of Rollway"):
+        read_last_samples(tmp_path)
 
 
 def test_open_files_are_counted() -> None:

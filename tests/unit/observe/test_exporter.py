@@ -11,7 +11,7 @@ import pytest
 
 from rollway.errors import PortInUse, RequestFailed
 from rollway.http import Http
-from rollway.observe.dash.view import Source
+from rollway.observe.dash.view import RunSource
 from rollway.observe.exporter import Exporter, make_config, write_token
 from rollway.observe.metrics_endpoint import KEPT_VERSIONS, keep_newest_versions
 from rollway.observe.read import Run
@@ -41,7 +41,7 @@ def make_exporter(directory: Path) -> Exporter:
     recorder = Recorder(directory / "run", "driver")
     recorder.write("trainer", step=7, seconds=2.0, parts={})
     recorder.close()
-    return Exporter("s", Source("s", Run(directory / "run")), list_nothing, directory)
+    return Exporter("s", RunSource("s", Run(directory / "run")), list_nothing, directory)
 
 
 async def test_the_page_is_announced_while_it_is_served(tmp_path: Path) -> None:
@@ -155,7 +155,6 @@ def test_the_objects_of_prometheus_operator_are_what_its_crds_say() -> None:
 
 def test_the_command_refuses_what_cannot_be(cli: Cli) -> None:
     for arguments, text in (
-        (("grafana",), "deploy/observe/grafana-dashboard.json"),
         (("prometheus", "nobody"), "No stack named `nobody` is running"),
         (("prometheus", "--seconds", "0"), "cannot scrape every 0 s"),
         (("prometheus", "x", "--follow", "--host", "0.0.0.0"), "without a token"),

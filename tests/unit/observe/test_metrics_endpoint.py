@@ -127,6 +127,10 @@ def test_what_is_wrong_is_logged_and_stops_nobody(
         monkeypatch.setenv(metrics_endpoint.ADDRESS, address)
         assert metrics_endpoint.serve_if_asked(tmp_path) is None
         assert text in caplog.messages[-1]
+    with monkeypatch.context() as patch:
+        patch.setenv(metrics_endpoint.TOKEN, "short")
+        assert metrics_endpoint.serve_if_asked(tmp_path) is None
+        assert f"{metrics_endpoint.TOKEN} has fewer than 16" in caplog.messages[-1]
     with socket.create_server(("127.0.0.1", 0)) as other:
         monkeypatch.setenv(metrics_endpoint.ADDRESS, f"127.0.0.1:{other.getsockname()[1]}")
         assert metrics_endpoint.serve_if_asked(tmp_path) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -301,19 +302,16 @@ def test_the_end_of_a_short_record_is_all_of_it(tmp_path: Path) -> None:
 
 
 def test_the_end_of_an_earlier_refit_is_found(tmp_path: Path) -> None:
-    report = {"version": 1, "workers": []}
+    report, began = {"version": 1, "workers": []}, math.ceil(time.time())
     for number in (1, 2):
-        refits = [
-            {"kind": "refit", "t": float(t), "began": t - 1.0, "report": report, "outcome": "ok"}
-            for t in range(10 * number, 10 * number + 3)
-        ]
-        recorder = Recorder(tmp_path, f"driver{number}", began=1.0)
-        for refit in refits:
-            recorder.write(**refit)
+        recorder = Recorder(tmp_path, f"driver{number}")
+        for t in range(began + 10 * number, began + 10 * number + 3):
+            recorder.write("refit", t=float(t), began=t - 1.0, report=report, outcome="ok")
         recorder.close()
     run = Run(tmp_path)
-    assert [run.find_end_of_refit(number) for number in (0, 2, 3, 5)] == [22.0, 20.0, 12.0, 10.0]
+    ends = [run.find_end_of_refit(number) - began for number in (0, 2, 3, 5)]
+    assert ends == [22.0, 20.0, 12.0, 10.0]
     assert run.find_end_of_refit(6) == -math.inf
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "link.jsonl").symlink_to("/etc/passwd")
-    assert run.find_end_of_refit(0) == 22.0
+    assert run.find_end_of_refit(0) == began + 22.0

@@ -52,8 +52,6 @@ def test_what_config_prints_has_no_problem() -> None:
             CLIENT + "[weight_broadcast]\nquantize_in_weight_transfer = true\n",
             "weight_broadcast.quantize_in_weight_transfer",
         ),
-        (CLIENT + "backend = 'dynamo'\n", "orchestrator.model.client.backend"),
-        (CLIENT + "elastic = {hostname = 'a'}\n", "orchestrator.model.client.elastic"),
         (CLIENT.replace("8100/v1", "8100/v1/rl"), "orchestrator.model.client.admin_base_url"),
         (
             CLIENT.replace('v1"]', 'v1", "http://b:1"]'),

@@ -6,11 +6,16 @@ import base64
 import io
 from typing import Any, cast
 
+import httpx
 import msgspec
 import numpy as np
+import openai
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rollway.errors import RolloutError, UsageError
+from rollway.gateway.replies import explain, make_refusal
 from rollway.integrations.prime_rl.generate import (
     FLOOR,
     GenerateRequest,
@@ -97,16 +102,28 @@ def test_the_reply_names_every_token_and_version() -> None:
 
 
 async def test_a_floored_log_prob_is_sampled_again_and_never_passed_on() -> None:
+    """By the client that `renderers` has: it repeats what failed with a 5xx."""
     request = GenerateRequest.read(BODY, 100)
     floored = make_rollout(logprobs=[-0.5, FLOOR])
-    rollouts = FakeRollouts(floored, make_rollout())
+    rollouts = FakeRollouts(floored, floored, make_rollout())
     generator = Generator(cast(Rollouts, rollouts), cast(Teacher, None))
-    reply = await generator.answer(request, "trace")
-    assert reply["choices"][0]["logprobs"]["content"][1]["logprob"] == -0.25
-    assert rollouts.calls == 2 and rollouts.options == {"group": "trace", "salt": "7"}
-    stubborn = Generator(cast(Rollouts, FakeRollouts(*[floored] * 3)), cast(Teacher, None))
     with pytest.raises(RolloutError, match="no log-prob for a token"):
-        await stubborn.answer(request, "")
+        await generator.answer(request, "")
+
+    async def answer(_: web.Request) -> web.Response:
+        try:
+            return web.json_response(await generator.answer(request, "trace"))
+        except RolloutError as error:
+            return make_refusal(error, explain(error))
+
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", answer)
+    async with TestServer(app) as server, openai.AsyncOpenAI(api_key="k") as client:
+        url = str(server.make_url("/inference/v1/generate"))
+        raw = await client.post(url, cast_to=httpx.Response, body=BODY)
+    (choice,) = raw.json()["choices"]
+    assert choice["logprobs"]["content"][1]["logprob"] == -0.25
+    assert rollouts.calls == 3 and rollouts.options == {"group": "trace", "salt": "7"}
 
 
 def test_a_teacher_gets_the_prompts_own_token_alone() -> None:

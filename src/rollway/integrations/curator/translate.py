@@ -3,7 +3,7 @@
     DynamoVLLMModelConfig   -> models[i]: path, name, replicas, parallel sizes, args, env
       mode="disagg"         -> serving: disaggregated, prefill, decode
     DynamoServerConfig      -> planes, etcd and NATS, env; `router` -> router and frontend.args
-    InferenceServer         -> name, frontend.port, start_seconds, log_dir
+    InferenceServer         -> name, frontend.port, start_seconds
 
 Everything here is a pure function of its arguments, and reads Curator's objects by their attributes
 only. What Curator's backend gets wrong and this does not is named in docs/curator.md.
@@ -60,7 +60,6 @@ def make_fields(
     name: str,
     port: int = 0,
     start_seconds: float = 300.0,
-    log_dir: Path | None = None,
     python: str | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a spec for these model configs and this `DynamoServerConfig`.
@@ -71,7 +70,6 @@ def make_fields(
         name: the name of the stack; `make_stack_name` makes one.
         port: the frontend's port; 0 for a free one.
         start_seconds: how long the start may take, until all replicas are ready.
-        log_dir: where processes write their logs.
         python: the engines' interpreter, unless a model names one.
 
     Raises:
@@ -98,8 +96,6 @@ def make_fields(
     interpreter = choose_python(models, python)
     if interpreter is not None:
         fields["python"] = interpreter
-    if log_dir is not None:
-        fields["log_dir"] = str(log_dir)
     return fields
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollway.errors import UsageError
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.trajectory import Rollout
+from rollway.rollout.trajectory import Rollout, list_versions
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,7 @@ def make_output(
 
 def find_versions(rollout: Rollout) -> tuple[int, int]:
     """Return the oldest and the newest weight version of a rollout's tokens."""
-    known = [span.version for span in rollout.spans if span.version is not None]
+    known = list_versions(rollout.spans)
     return min(known, default=NO_VERSION), max(known, default=NO_VERSION)
 
 

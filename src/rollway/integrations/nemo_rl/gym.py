@@ -35,7 +35,7 @@ from rollway.errors import (
 )
 from rollway.fleet.discovery import RlListing, Source
 from rollway.gateway.command import create_gateway, listen, tune_collector
-from rollway.gateway.connections import raise_file_limit
+from rollway.gateway.connections import raise_connection_limit
 from rollway.gateway.server import Gateway
 from rollway.gateway.store import Store
 from rollway.gateway.template import Template
@@ -266,7 +266,7 @@ def main() -> int:
 
 
 async def _serve(job: Job, parent: Parent) -> None:
-    if warning := raise_file_limit():
+    if warning := raise_connection_limit():
         print(warning, file=sys.stderr)
     template = Template(
         job.tokenizer,

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from rollway.errors import Problem, RollwayError, UsageError
 from rollway.http import ONCE, Http
 
-_JUNE = ("backend", "rl_base_url", "elastic", "dp_rank_count", "router_url", "timeout")
 _CLIENT_TABLES = (
     ("orchestrator", "model", "client"),
     ("model", "client"),
@@ -183,9 +182,6 @@ def _check_client(client: Mapping[str, Any], name: str) -> Iterator[Problem]:
             "Add base_url and admin_base_url; `rollway prime-rl config` prints them.",
         )
         return
-    for key in (key for key in _JUNE if key in client):
-        cause = f"`{key}` is a key of pull requests of June 2026 that were never merged."
-        yield Problem(f"{name}.{key}", "error", cause, "Remove it: the server follows the fleet.")
     if isinstance(client.get("base_url"), list):
         cause = "base_url is a list, which prime-rl has not accepted since June 2026."
         yield Problem(f"{name}.base_url", "error", cause, "Write one text.")

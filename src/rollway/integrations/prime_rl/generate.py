@@ -3,7 +3,7 @@
 A request goes out over Dynamo's completions, which respect the taint of a weight version; Dynamo's
 own generate route respects none. The client, `renderers`, ends an episode when a reply has a
 log-prob too few, one that is not finite, or the floor that engines write for "unknown", so such an
-answer is sampled again and never passed on.
+answer is never passed on: it is a 502, after which prime-rl's clients ask again.
 
 prime-rl of June 2026 sends the same as chats whose prompt is token ids, `nvext.token_data`. Its
 clients call this transport `dynamo`, `dynamo_chat` or `dynamo_chat_nvext`, and score teachers by
@@ -28,7 +28,6 @@ from rollway.rollout.trajectory import Rollout
 
 FLOOR = -9999.0
 """What vLLM and Dynamo write for a log-prob that is unknown or too small."""
-_ATTEMPTS = 3
 _MAX_SALT = 256
 # Fields that change no sampling: ids are returned anyway, and nothing is detokenized.
 _WITHOUT_EFFECT = {
@@ -103,23 +102,22 @@ class Generator:
     """The number of experts, if replies carry those of each token."""
 
     async def answer(self, request: GenerateRequest, session: str) -> dict[str, Any]:
-        """Sample until the reply can be trusted."""
-        for _ in range(_ATTEMPTS):
-            prompt_logprobs = None
-            if request.wants_prompt_logprobs:
-                rollout, prompt_logprobs = await self.teacher.sample(
-                    request.prompt, request.sampling, session=session, salt=request.salt
-                )
-            else:
-                (rollout,) = await self.rollouts.generate(
-                    request.prompt, request.sampling, group=session, salt=request.salt
-                )
-            if all(logprob > FLOOR for logprob in rollout.logprobs or []):
-                return make_reply(request, rollout, prompt_logprobs, self.experts)
-        raise RolloutError(
-            f"The engine had no log-prob for a token that it sampled, {_ATTEMPTS} times.",
-            "Sample without cuts of the distribution (top_p = 1, top_k = -1, min_p = 0).",
-        )
+        """Return the reply; raise `RolloutError` for one without all log-probs."""
+        prompt_logprobs = None
+        if request.wants_prompt_logprobs:
+            rollout, prompt_logprobs = await self.teacher.sample(
+                request.prompt, request.sampling, session=session, salt=request.salt
+            )
+        else:
+            (rollout,) = await self.rollouts.generate(
+                request.prompt, request.sampling, group=session, salt=request.salt
+            )
+        if any(logprob <= FLOOR for logprob in rollout.logprobs or []):
+            raise RolloutError(
+                "The engine had no log-prob for a token that it sampled.",
+                "Sample without cuts of the distribution (top_p = 1, top_k = -1, min_p = 0).",
+            )
+        return make_reply(request, rollout, prompt_logprobs, self.experts)
 
 
 def make_reply(

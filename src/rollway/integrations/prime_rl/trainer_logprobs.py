@@ -36,7 +36,7 @@ _LARGEST_RATIO = 50.0
 _ROUNDING = 1e-3  # a log-prob of a certain token may come out slightly above 0
 
 
-class Sample(msgspec.Struct, forbid_unknown_fields=True):
+class ScoredSequence(msgspec.Struct, forbid_unknown_fields=True):
     """One sequence, or a part of one."""
 
     trainer_logprobs: list[float]
@@ -50,7 +50,7 @@ class Sample(msgspec.Struct, forbid_unknown_fields=True):
 class TrainerLogprobs(msgspec.Struct, forbid_unknown_fields=True):
     """The body of the request."""
 
-    samples: list[Sample]
+    samples: list[ScoredSequence]
     step: int | None = None
 
 
@@ -126,7 +126,7 @@ class MismatchRecord:
     def read(self, raw: bytes | bytearray) -> Batch:
         """Check a body, and compare its log-probs; nothing is changed, so a thread may do it."""
         body = _decode(raw)
-        groups: dict[str, list[Sample]] = {}
+        groups: dict[str, list[ScoredSequence]] = {}
         for index, sample in enumerate(body.samples):
             self._check(f"samples[{index}]", sample)
             if len(sample.trainer_logprobs) if sample.mask is None else any(sample.mask):
@@ -193,7 +193,7 @@ class MismatchRecord:
             lines.append(f"{name}{labels} {value:.9g}")
         return "\n".join([*lines, ""])
 
-    def _check(self, place: str, sample: Sample) -> None:
+    def _check(self, place: str, sample: ScoredSequence) -> None:
         """Fill in remembered log-probs; raise for a sample that cannot be compared."""
         if (sample.request_id is None) == (sample.inference_logprobs is None):
             raise UsageError(f"{place} needs one of inference_logprobs and request_id.")
@@ -240,12 +240,12 @@ def _decode(raw: bytes | bytearray) -> TrainerLogprobs:
     return body
 
 
-def _select_entropy(sample: Sample) -> list[float]:
+def _select_entropy(sample: ScoredSequence) -> list[float]:
     mask = sample.mask or [1] * len(sample.entropy or [])
     return [value for value, is_kept in zip(sample.entropy or [], mask, strict=False) if is_kept]
 
 
-def _compare(samples: Sequence[Sample]) -> K3:
+def _compare(samples: Sequence[ScoredSequence]) -> K3:
     """Compare the tokens that are selected; all values are finite."""
     import numpy as np
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from rollway.callers import check_address, is_loopback_host, is_one_of, read_bearer
+from rollway.callers import admits, is_one_of
 
 TOKEN = "ROLLWAY_DASH_TOKEN"
+TOKEN_FIX = f"Add --token, which prints an address with a random one, or set {TOKEN}."
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -49,17 +50,9 @@ class DashAccess:
 
     token: str = ""
 
-    def check_host(self, host: str) -> None:
-        """Refuse to listen where strangers are, unless there is a token."""
-        fix = f"Add --token, which prints an address with a random one, or set {TOKEN}."
-        check_address(host, bool(self.token), fix)
-
     def admits(self, request: web.Request) -> bool:
-        if not self.token:
-            return is_loopback_host(request.headers.get("Host", ""))
-        bearer = read_bearer(request.headers.get("Authorization", ""))
         cookie = request.cookies.get(get_cookie_name(request), "")
-        return self._matches(bearer) or self._matches(cookie)
+        return self._matches(cookie) or admits(request.headers, self.token)
 
     def trade(self, request: web.Request) -> web.StreamResponse | None:
         """Return the answer to an address with the token: a cookie, and the address without it, so

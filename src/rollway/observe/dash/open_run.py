@@ -14,7 +14,7 @@ from typing import Any
 import rollway
 from rollway import private_files
 from rollway.errors import RollwayError, UsageError
-from rollway.observe.dash.view import Phase, Source
+from rollway.observe.dash.view import Phase, RunSource
 from rollway.observe.read import Run, list_runs, remove_run
 from rollway.observe.record import Recorder
 from rollway.observe.sample import MetricsTarget, Sampler
@@ -26,13 +26,13 @@ from rollway.stack.state import StackDir, StackState, find_record_dir, home, mak
 
 
 @contextmanager
-def open_source(name: str | None, directory: Path | None) -> Iterator[Source]:
+def open_source(name: str | None, directory: Path | None) -> Iterator[RunSource]:
     """Yield the source of a stack, of a frontend's address, or of a run directory."""
     if directory is not None:
         yield open_directory(directory)
     elif name is not None and "://" in name:
         with record_attached(name) as recorded:
-            yield Source(name, Run(recorded), lambda: "live", settle_seconds=LISTING_SECONDS)
+            yield RunSource(name, Run(recorded), lambda: "live", settle_seconds=LISTING_SECONDS)
     else:
         name = launcher.resolve_name(name)
         with _bring_nodes_together(name):
@@ -54,14 +54,14 @@ def find_run(text: str | None) -> Path:
     return directory.resolve()
 
 
-def open_directory(directory: Path) -> Source:
+def open_directory(directory: Path) -> RunSource:
     """Return the source of a recorded run."""
     run = Run(directory)
     run.check()
-    return Source(str(directory), run)
+    return RunSource(str(directory), run)
 
 
-def open_stack(name: str) -> Source:
+def open_stack(name: str) -> RunSource:
     """Return the source of a stack that is up, here or on a Ray cluster, or left behind here."""
     state = find_state(name)
     if state is None:
@@ -78,7 +78,7 @@ def open_stack(name: str) -> Source:
         )
     run = Run(directory)
     run.check_schema()
-    source = Source(name, run)
+    source = RunSource(name, run)
     source.log_dir = Path(state.log_dir)
     source.journal = home() / "gateway" / f"{state.name}.sqlite"  # where `rollway gateway` puts it
     if state.ray_namespace:

@@ -29,10 +29,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from rollway.callers import check_address
 from rollway.gateway.connections import Connections
-from rollway.observe.dash.browsers import DashAccess, make_app, refuse
+from rollway.observe.dash.browsers import TOKEN_FIX, DashAccess, make_app, refuse
 from rollway.observe.dash.conversations import Conversations
-from rollway.observe.dash.view import PastEntries, Source, View, Watch
+from rollway.observe.dash.view import PastEntries, RunSource, View, Watch
 from rollway.stack.logs import LogFollower
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ STATIC = Path(__file__).parent / "static"
 class Dashboard:
     """The page of one source, for any number of browsers."""
 
-    def __init__(self, source: Source, access: DashAccess | None = None) -> None:
+    def __init__(self, source: RunSource, access: DashAccess | None = None) -> None:
         self.source = source
         self.watch = Watch(source)
         self._access = access or DashAccess()
@@ -339,7 +340,7 @@ async def serve(
     dashboard: Dashboard, access: DashAccess, host: str, port: int
 ) -> AsyncIterator[str]:
     """Listen, and yield the address to open, with the token if there is one."""
-    access.check_host(host)
+    check_address(host, bool(access.token), TOKEN_FIX)
     app, connections = dashboard.app(), Connections()
     app.middlewares.insert(0, connections.follow)
     listener = await connections.listen(app, host, port)

@@ -23,7 +23,7 @@ from rollway.observe.figures import (
 )
 from rollway.observe.run_state import WINDOW_SECONDS, RunState
 
-Level = Literal["good", "warn", "bad", "unknown"]
+Grade = Literal["good", "warn", "bad", "unknown"]
 
 EXACT_GOOD, EXACT_WARN = 1e-3, 1e-2
 """Mismatch k3 between trainer and engine. Rounding in bfloat16 stays below the first; tokens of
@@ -46,7 +46,7 @@ class Verdict:
     """One answer."""
 
     name: str
-    level: Level
+    level: Grade
     figure: str
     threshold: str
     sentence: str
@@ -176,7 +176,7 @@ def judge_busy(state: RunState) -> Verdict:
     return Verdict("busy", level, f"{share:.0%}", threshold, sentence, metric)
 
 
-def _grade(is_good: bool, is_fair: bool) -> Level:
+def _grade(is_good: bool, is_fair: bool) -> Grade:
     return "good" if is_good else "warn" if is_fair else "bad"
 
 

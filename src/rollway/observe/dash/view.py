@@ -1,6 +1,6 @@
 """What a dashboard shows of a run: its source, and a view of its state as JSON has it.
 
-Source: the record, and the logs beside it ──► Watch: polls it ──► View: sections, events, plots
+RunSource: the record, and the logs beside it ──► Watch: polls it ──► View: sections, events, plots
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RATE_SECONDS = 15.0
 
 
 @dataclass
-class Source:
+class RunSource:
     """One run. All functions may block: they are called in threads."""
 
     label: str
@@ -155,7 +155,7 @@ class Watch:
             show(watch.make_model())
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RunSource) -> None:
         self.source = source
         self.view = View()
         self.phase: Phase = "live"

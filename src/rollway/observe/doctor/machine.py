@@ -21,9 +21,9 @@ import aiohttp
 
 from rollway.errors import Level, Problem
 from rollway.fleet.discovery import Worker
-from rollway.observe.doctor.subject import Finding, Findings, ModelWorkers, Subject
+from rollway.observe.doctor.subject import Findings, ModelWorkers, Subject
 from rollway.observe.metrics import parse_labels_key
-from rollway.observe.read import decode
+from rollway.observe.read import Run
 from rollway.observe.record import Entry
 from rollway.stack import doctor, logs, preset
 from rollway.stack.commands import WILDCARDS
@@ -294,34 +294,33 @@ async def check_disk(subject: Subject, state: StackState) -> Findings:
         yield "ok", f"room in {home()}"
 
 
-async def check_shared_memory(subject: Subject, state: StackState) -> Findings:
+def check_shared_memory(subject: Subject, state: StackState) -> Findings:
     """There is room for weights and for the engines in /dev/shm, as their processes see it."""
     pids = [process.pid for process in state.processes if process.role == "worker"]
     # Workers in containers have a /dev/shm of their own; whose cannot be seen counts as this one.
     roots = [root for pid in pids if os.access((root := _PROC / str(pid) / "root") / "dev/shm", 0)]
     problems = [doctor.check_shared_memory(root) for root in roots or [Path("/")]]
-    for finding in _pass_on(problems, problems[0].cause)[:1]:
-        yield finding
+    worst = next((problem for problem in problems if problem.level != "ok"), problems[0])
+    return _pass_on([worst], worst.cause)
 
 
-async def check_leftovers(subject: Subject, state: StackState) -> Findings:
+def check_leftovers(subject: Subject, state: StackState) -> Findings:
     """No stack of this user was left behind by a dead supervisor, nor anything else of a dead
     run."""
-    for finding in _pass_on([*doctor.check_stacks(), *doctor.check_leftovers()], "none"):
-        yield finding
+    return _pass_on([*doctor.check_stacks(), *doctor.check_leftovers()], "none")
 
 
-async def check_packages(subject: Subject, state: StackState) -> Findings:
+def check_packages(subject: Subject, state: StackState) -> Findings:
     """The installed versions are those that were tested together."""
     problems = [replace(p, cause=f"{p.what} {p.cause}") for p in doctor.check_packages()]
-    for finding in _pass_on(problems, "the tested versions"):
-        yield finding
+    return _pass_on(problems, "the tested versions")
 
 
-def _pass_on(problems: list[Problem], text: str) -> list[Finding]:
-    """Return what the doctor of a machine found wrong, or that it found nothing."""
+async def _pass_on(problems: list[Problem], text: str) -> Findings:
+    """Yield what the doctor of a machine found wrong, or that it found nothing."""
     wrong = [problem for problem in problems if problem.level != "ok"]
-    return [(p.level, p.cause, p.fix) for p in wrong] or [("ok", text, "")]
+    for problem in wrong or [Problem("", "ok", text)]:
+        yield problem.level, problem.cause, problem.fix
 
 
 # --- the record ----------------------------------------------------------------------------------
@@ -329,7 +328,6 @@ def _pass_on(problems: list[Problem], text: str) -> list[Finding]:
 _STALE_SAMPLES = 5
 """A record is alive if its last sample is at most this many intervals old."""
 _UNKNOWN_INTERVAL = 60.0
-_TAIL = 4 << 20
 
 
 async def check_record(subject: Subject) -> Findings:
@@ -370,11 +368,7 @@ async def check_record(subject: Subject) -> Findings:
 
 
 def read_last_samples(directory: Path) -> list[Entry]:
-    """Return the last two samples of a supervisor, from the end of its newest file."""
-    entries = []
-    with contextlib.suppress(OSError, ValueError):
-        files = directory.glob("supervisor-*.s*.jsonl")
-        with max(files, key=lambda path: path.stat().st_mtime).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            entries = [decode(line) for line in file.read(_TAIL).splitlines()]
-    return [e for e in entries if isinstance(e, dict) and e["kind"] == "sample"][-2:]
+    """Return the last two samples of a supervisor."""
+    run = Run(directory)
+    run.check_schema()
+    return [e for e in run.read_end() if (e["kind"], e["process"]) == ("sample", "supervisor")][-2:]

@@ -31,9 +31,8 @@ _LOWEST, _HIGHEST = 5, 60
 """Token ids of prompts: every vocabulary has these."""
 
 
-Finding = tuple[Level, str] | tuple[Level, str, str]
-"""A level, the cause, and the fix if there is one."""
-Findings = AsyncIterator[Finding]
+Findings = AsyncIterator[tuple[Level, str] | tuple[Level, str, str]]
+"""What a check finds of its subject: how bad it is, the cause, and the fix if there is one."""
 Door = Literal["guarded", "open", "silent"]
 """With Rollway's door, behind which every order must be signed; without it; or no answer at all."""
 

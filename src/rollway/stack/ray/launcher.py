@@ -14,7 +14,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,13 @@ from rollway.errors import (
 )
 from rollway.spec import StackSpec, is_loopback
 from rollway.stack import local
+from rollway.stack.local import Progress
 from rollway.stack.ray import cluster, groups
 from rollway.stack.ray.head_client import RayAccess, make_gone_error
 from rollway.stack.ray.node_check import check_runtime_envs, get_python, make_import_error
 from rollway.stack.ray.placement import Placement, check_ranks, plan_placement
 from rollway.stack.state import StackState, home, make_home
 
-Progress = Callable[[StackState], None]
 _POLL_SECONDS = 0.3
 _STATE_SECONDS = 1.0
 """How often a start reads the state of all nodes."""
