@@ -32,12 +32,12 @@ from rollway.stack import preset
 def test_a_record_is_read_from_its_end_also_if_the_last_line_is_torn(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, "supervisor")
     for number in range(5):
-        recorder.write("sample", t=100.0 + number, values={"rollway_step": {"": number}})
+        recorder.write("sample", t=1.7e9 + number, values={"rollway_step": {"": number}})
     recorder.close()
     (file,) = tmp_path.glob("*.s*.jsonl")
     with file.open("a") as torn:
-        torn.write('{"kind":"sample","t":200.0,"val')
-    assert [sample["t"] for sample in read_last_samples(tmp_path)] == [103.0, 104.0]
+        torn.write('{"kind":"sample","t":1700000200.0,"val')
+    assert [sample["t"] for sample in read_last_samples(tmp_path)] == [1.7e9 + 3, 1.7e9 + 4]
     assert read_last_samples(tmp_path / "nowhere") == []
 
 
