@@ -62,7 +62,7 @@ def draw(watch: Watch, screen: Console | None = None) -> Group:
         for a in model["top"]
     ]
     parts += _draw("", ("", "", ""), answers, is_dense=screen is not None)
-    columns: tuple[str, ...] = ("version", "outcome", "took", "paused", "weights", "ended", "error")
+    columns: Sequence[str] = ("version", "outcome", "took", "paused", "weights", "ended", "error")
     refits = [
         (refit["version"], refit["outcome"], format_seconds(refit["seconds"]),
          format_seconds(refit["paused_seconds"]),
@@ -145,5 +145,5 @@ def _draw(
         texts = (cell if isinstance(cell, tuple) else (str(cell),) for cell in cells)
         table.add_row(*(Text(*text, **form) for text in texts))
     body = table if table.row_count else Text("none yet", "dim")
-    parts = [Text(title, "bold", **form), body, Text()]
+    parts: list[RenderableType] = [Text(title, "bold", **form), body, Text()]
     return parts[not title : 2 if is_dense else 3]

@@ -347,8 +347,9 @@ def _find_falls(state: RunState) -> Iterator[Finding]:
         level = "bad" if cached < CACHED_WARN * prompts else "warn"
         yield Finding("slow", level, text, "rollway_cached_share")
     elif prompts >= CACHED_TOKENS and len(shares := state.plots["cached"].values) >= MIN_POINTS:
-        halves = shares[: len(shares) // 2], shares[len(shares) // 2 :]
-        yield from _find_fall("Prefix hits", *map(statistics.fmean, halves), "rollway_cached_share")
+        half = len(shares) // 2
+        before, after = statistics.fmean(shares[:half]), statistics.fmean(shares[half:])
+        yield from _find_fall("Prefix hits", before, after, "rollway_cached_share")
     if state.tokens is not None:
         yield from _find_fall("Throughput", *state.tokens.halve(), "rollway_tokens_per_second")
 
