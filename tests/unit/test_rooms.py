@@ -52,7 +52,7 @@ BUDGET = {
     "integrations/prime_rl": (15, 2_470),
     "integrations/verl": (14, 1_470),
     "kubernetes": (23, 4_180),
-    "observe": (29, 5_120),
+    "observe": (29, 5_210),
     "rollout": (11, 1_820),
     "stack": (16, 3_460),
     "stack/ray": (10, 1_950),

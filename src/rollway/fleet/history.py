@@ -47,12 +47,12 @@ class DriverHistory:
 
     async def follow_refit(self, refit: Refit, work: Awaitable[RefitReport]) -> RefitReport:
         """Wait for a refit and record it, however it ends."""
-        began = time.time()
+        began, clock = time.time(), time.monotonic()
         try:
             report = await work
         except BaseException as error:
             is_cancelled = isinstance(error, asyncio.CancelledError)
-            partial = _make_report(refit, time.time() - began)
+            partial = _make_report(refit, time.monotonic() - clock)
             report = error.report if isinstance(error, RefitError) else partial
             outcome = "cancelled" if is_cancelled else "failed"
             self._note_refit(refit, report, began, outcome, str(error) or type(error).__name__)

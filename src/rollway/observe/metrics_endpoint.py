@@ -73,11 +73,20 @@ class HomeMetrics:
         """Take what is new, and return the page."""
         runs = [run for directory in sorted(self.directories) for run in list_runs(directory)]
         self._known = {
-            run: self._known.get(run) or RunMetrics(Run(run).follower().poll)
+            run: self._known.get(run) or _open_run(run)
             for run in sorted(filter(_is_recorded, runs))
         }
         pages = [(metrics.take(), metrics.stack, run.name) for run, metrics in self._known.items()]
         return render_page([({"stack": stack, "run": run}, values) for values, stack, run in pages])
+
+
+def _open_run(directory: Path) -> RunMetrics:
+    run = Run(directory)
+    try:
+        run.check_schema()
+    except UsageError as error:
+        log.warning("a run is not on the page of metrics: %s", error.message)
+    return RunMetrics(run.follower().poll)
 
 
 def _is_recorded(run: Path) -> bool:

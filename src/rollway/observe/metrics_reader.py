@@ -9,7 +9,7 @@ line that is none is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -45,13 +45,16 @@ def read_series(page: str, beginnings: tuple[str, ...]) -> Iterator[tuple[str, s
                 yield name, labels, value
 
 
-def sum_series(page: str, include: Sequence[str], exclude: Sequence[str]) -> dict[str, float]:
+def sum_series(
+    page: str, include: Sequence[str], exclude: Sequence[str], known: Collection[str] = ()
+) -> dict[str, float]:
     """Return the series of a page whose names begin so, under their own names, each summed over its
-    labels. Buckets of histograms are left out."""
+    labels. Buckets of histograms and those that are `known` are left out."""
     values: dict[str, float] = {}
     left_out = tuple(exclude)
     for name, _, value in read_series(page, tuple(include)):
-        if not name.startswith(left_out) and not name.endswith(("_bucket", "_created")):
+        is_left_out = name in known or name.startswith(left_out)
+        if not is_left_out and not name.endswith(("_bucket", "_created")):
             values[name] = values.get(name, 0.0) + value
     return values
 
@@ -75,7 +78,7 @@ class Families:
             for metric in self._metrics.values()
         }
         self._known = tuple(name for names in self._names.values() for name in names)
-        self._include, self._exclude = include, (*exclude, *self._known)
+        self._include, self._exclude = include, exclude
 
     def find(self, name: str) -> Metric:
         """Return the metric of a name; a family that the user added is a gauge or a counter."""
@@ -104,7 +107,7 @@ class Families:
                     continue
                 break
         if self._include:
-            scrape.values |= sum_series(page, self._include, self._exclude)
+            scrape.values |= sum_series(page, self._include, self._exclude, self._known)
         return scrape
 
 

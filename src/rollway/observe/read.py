@@ -28,6 +28,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -169,7 +170,8 @@ class Run:
             if SEGMENT.search(path.name):
                 continue
             with contextlib.suppress(OSError), _open_regular(path) as file:
-                times += [float(match[1]) for line in file if (match := _REFIT.match(line))]
+                lines = iter(partial(file.readline, LARGEST_LINE), b"")
+                times += [float(match[1]) for line in lines if (match := _REFIT.match(line))]
         largest = heapq.nlargest(number + 1, times)
         return largest[number] if len(largest) > number else -math.inf
 

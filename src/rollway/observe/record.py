@@ -63,7 +63,8 @@ Bits = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Number = Annotated[float, msgspec.Meta(gt=-1e30, lt=1e30)]
 """A page may have nanoseconds since 1970; sums of these are still finite."""
-Time = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
+Time = Annotated[float, msgspec.Meta(ge=946_684_800, lt=4_102_444_800)]
+"""Of this century: one other time, of a clock that was wrong, would stretch every plot."""
 Version = Annotated[int, msgspec.Meta(gt=-(2**53), lt=2**53)]
 VersionText = Annotated[str, msgspec.Meta(pattern=r"^(None|-?[0-9]{1,16})\Z")]
 

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ DIFFERENCE = 0.1
 """Two runs differ in a figure from here on."""
 Better = Literal["less", "more", ""]
 """Which way a figure is better."""
+_PARTS = {"generate": "generating", "train": "training", "publish": "publishing", "wait": "waiting"}
 
 
 def write_report(directories: Sequence[Path], out: Path) -> dict[str, Any]:
@@ -136,11 +138,11 @@ def list_figures(state: RunState) -> list[Figure]:
         ("refits that did not end well", "refits_total", len(state.refits) - len(ended), _format,
          "less"),
         ("tokens per second, over the whole run", "tokens_per_second",
-         _divide(totals["tokens"], state.seconds), _format, "more"),
+         _divide(totals["tokens"], state.seconds) or None, _format, "more"),
         ("rollouts", "rollouts_total", totals["count"], _format, ""),
         ("tokens", "tokens_total", totals["tokens"], _format, ""),
-        ("prompt tokens from a cache", "cached_share", _divide(totals["cached_tokens"], prompts)
-         if prompts else None, format_share, "more"),
+        ("prompt tokens from a cache", "cached_share", _divide(totals["cached_tokens"], prompts),
+         format_share, "more"),
     ]  # fmt: skip
     for name, transfers in state.transfers.items():
         by = f"weights by {name or 'an unknown transport'}"
@@ -150,16 +152,17 @@ def list_figures(state: RunState) -> list[Figure]:
     for label, name, metric in (("time of a rollout", "latency", "rollout_seconds"),
                                 ("first token", "first_token", "first_token_seconds")):  # fmt: skip
         for level in ("p50", "p95"):
-            plot = state.plots.get(f"{name}_{level}")
-            value = None if plot is None else _take_median(plot.values)
+            levels = state.levels.get(f"{name}_{level}", Counter())
+            value = _take_median(list(levels.elements()))
             text = f"{label}, {level}, median of the intervals"
             rows.append((text, f"{metric}_{level}", value, format_seconds, "less"))
     rows += [
         ("trainer's steps", "step", state.step_count or None, _format, ""),
         ("step, mean", "step_seconds", _divide(state.step_seconds, state.step_count),
          format_seconds, "less"),
-        *((f"of it {part}", "step_part_seconds", _divide(seconds, state.step_seconds),
-           format_share, "" if part in ("generate", "train") else "less")
+        *((f"of it {_PARTS.get(part, part)}", "step_part_seconds",
+           _divide(seconds, state.step_seconds), format_share,
+           "" if part in ("generate", "train") else "less")
           for part, seconds in state.part_seconds.items()),
         ("largest mismatch k3 of a version", "mismatch_k3",
          max((row["k3"] for row in state.mismatch.values()), default=None), _format, "less"),
@@ -191,7 +194,7 @@ def _format(value: float) -> str:
 
 
 def _divide(amount: float, by: float) -> float | None:
-    return amount / by if amount and by else None
+    return amount / by if by else None
 
 
 def _take_median(values: Sequence[float]) -> float | None:

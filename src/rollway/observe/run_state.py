@@ -5,8 +5,8 @@
                                     └── sums over the run: figures and findings
 
 Pure: no clock, no file, no network. The reader of the record has checked every entry, so nothing is
-checked here. Memory is bounded: plots are thinned, and only the last events, steps and bars of
-refits are kept.
+checked here. Memory is bounded: plots are thinned, and only the last events, steps, bars of refits
+and versions are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from rollway.observe.metrics import PERCENTILES, Values, make_labels_key
 from rollway.observe.record import Entry
 from rollway.observe.refits import Timeline
-from rollway.observe.workers import KV, LOAD, WAITING, Workers
+from rollway.observe.workers import KV, LOAD, WAITING, Bins, Workers
 from rollway.versions import BASE_VERSION
 
 WINDOW_SECONDS = 300.0
@@ -29,7 +29,10 @@ WINDOW_SECONDS = 300.0
 FOREIGN_SECONDS = 30.0
 """Versions of tokens are compared with those of workers this late: processes write apart."""
 MOST_POINTS = 1_200
-_MOST_EVENTS, _MOST_VERSIONS, _MOST_STEPS = 2_000, 200, 200
+_MOST_EVENTS, _MOST_STEPS = 2_000, 200
+MOST_KEPT = 50_000
+"""Of refits, versions and times with workers behind. A week of steps has as many."""
+_MOST_TEXTS, _LONGEST_TEXT = 20, 500
 _ENDS = ("stop", "stopped", "failed")
 _BAD_EVENTS = ("exited", "killed", "fault", "failed", "refused", "error", "dropped", "gone")
 _WARN_EVENTS = ("restart", "leave", "stop")
@@ -52,28 +55,54 @@ _PERCENTILES = {
 
 @dataclass(slots=True)
 class Plot:
-    """Points in the order of their times. A full plot forgets every second of its older half, so
-    that the whole run stays visible and its end is exact."""
+    """Points in the order of their times. A full plot makes one of every two, and from then on one
+    of so many that come: all of the run is equally dense, but for the newest point, which is exact.
+    A point is the mean of what it stands for, from its time on; of peaks, the largest."""
 
+    is_of_peaks: bool = False
     times: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
+    count: int = 0
+    total: float = 0.0
+    """Of all values that were added."""
+    _weights: list[int] = field(default_factory=list)
+    """For how many values each point stands."""
+    _stride: int = 1
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
 
     def add(self, t: float, value: float) -> None:
-        """Add a point; processes write their records apart, so one may come late. More digits than
+        """Add a value; processes write their records apart, so one may come late. More digits than
         a plot shows would only be sent. A rate of a torn time may be infinite: it is left out."""
         if not math.isfinite(value):
             return
+        self.count, self.total = self.count + 1, self.total + value
         t, value = round(t, 3), float(f"{value:.6g}")
         place = bisect.bisect_left(self.times, t)
         if place < len(self.times) and self.times[place] == t:
-            self.values[place] = value
+            self.values[place] = value if self._weights[place] == 1 else self.values[place]
             return
         self.times.insert(place, t)
         self.values.insert(place, value)
+        self._weights.insert(place, 1)
+        place = min(place, len(self.times) - 2)  # the newest stays as it is
+        if place > 0 and self._weights[place - 1] < self._stride:
+            self._join(place)
         if len(self.times) > MOST_POINTS:
-            half = MOST_POINTS // 2
-            self.times[:half] = self.times[:half:2]
-            self.values[:half] = self.values[:half:2]
+            self._stride *= 2
+            for place in range(1, MOST_POINTS // 2 + 1):
+                self._join(place)
+
+    def _join(self, place: int) -> None:
+        """Make one of a point and the one before."""
+        first, second = self.values[place - 1 : place + 1]
+        a, b = self._weights[place - 1 : place + 1]
+        value = max(first, second) if self.is_of_peaks else (first * a + second * b) / (a + b)
+        self.values[place - 1 : place + 1] = [float(f"{value:.6g}")]
+        self._weights[place - 1 : place + 1] = [a + b]
+        del self.times[place]
 
     def as_json(self) -> dict[str, list[float]]:
         return {"t": self.times[:], "v": self.values[:]}
@@ -125,18 +154,24 @@ class RunState:
         self.ended_by = ""
         self.workers = Workers()
         self.timeline = Timeline()
-        self.refits: list[EndedRefit] = []
+        self.refits: deque[EndedRefit] = deque(maxlen=MOST_KEPT)
         self.transfers: dict[str, Transfers] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
         self._event_count = 0
         self.recent: deque[Entry] = deque(maxlen=5_000)
         """The rollouts of the last minutes."""
         self.percentiles: dict[str, Mapping[str, float]] = {}
+        self.levels: dict[str, Counter[float]] = {}
+        """How often a percentile of an entry had a value, to three digits."""
+        self.tokens: Bins | None = None
+        """Sums from the first entry of rollouts on, until the last of them or of the steps."""
         self.tokens_by_version: dict[int, tuple[int, float]] = {}
         """How many, and when the last of them were counted."""
         self.mismatch: dict[int, dict[str, Any]] = {}
         self.steps: deque[dict[str, Any]] = deque(maxlen=_MOST_STEPS)
         self.slowest_step: dict[str, Any] = {}
+        self.dropped = 0.0
+        """The most entries that a process says it did not record."""
         self.step_count = 0
         self.step_seconds = 0.0
         self.part_seconds: Counter[str] = Counter()
@@ -237,9 +272,11 @@ class RunState:
             for instance, report in refit.workers.items()
             if report.get("error")
         ]
+        kept_out = [text[:_LONGEST_TEXT] for text in kept_out[:_MOST_TEXTS]]
+        error = refit.error[:_LONGEST_TEXT]
         phase = max(slowest, key=lambda name: slowest[name])
         self.refits.append(
-            EndedRefit(t, refit.version, seconds, paused, refit.outcome, phase, refit.error,
+            EndedRefit(t, refit.version, seconds, paused, refit.outcome, phase, error,
                        kept_out)
         )  # fmt: skip
         if is_ok:
@@ -248,7 +285,7 @@ class RunState:
         self._plot("refit_pause", t, paused)
         text = f"version {refit.version} in {seconds:.2f} s, paused {paused:.2f} s"
         self._put_event(t, "refit" if is_ok else f"refit {refit.outcome}", "",
-                        f"{text}. {refit.error}".rstrip(". ") + ".")  # fmt: skip
+                        f"{text}. {error}".rstrip(". ") + ".")  # fmt: skip
         self.workers.add_refit(refit, t)
         self._add_spread(t)
 
@@ -281,6 +318,8 @@ class RunState:
         for name in [*names, "rollway_scrape_failed"]:
             self.values.pop(name, None)
         self.values |= values
+        dropped = values.get("rollway_record_dropped_total", {})
+        self.dropped = max(self.dropped, sum(dropped.values()))
         self.workers.add_sample(values, t)
         for metric, name in ((LOAD, "running"), (WAITING, "waiting")):
             if metric in values:
@@ -298,6 +337,8 @@ class RunState:
             if entry["seconds"]:
                 self._set(f"{name}_per_second", "", count / entry["seconds"])
                 self._plot(f"{name}_per_second", t, count / entry["seconds"])
+        self.tokens = self.tokens or Bins(t)
+        self.tokens.add(t, entry["tokens"], 1.0)
         if prompts := entry.get("prompt_tokens"):
             share = entry.get("cached_tokens", 0) / prompts
             self._set("cached_share", "", share)
@@ -310,6 +351,8 @@ class RunState:
                 if percentile in levels:
                     self._set(f"{name}_{percentile}", "", levels[percentile])
                     self._plot(f"{field_name}_{percentile}", t, levels[percentile])
+                    known = self.levels.setdefault(f"{field_name}_{percentile}", Counter())
+                    known[float(f"{levels[percentile]:.3g}")] += 1
         retries, versions = entry.get("retries", {}), entry.get("versions", {})
         self._count_each("retries_total", "cause", retries)
         self._count_each("version_tokens_total", "version", versions)
@@ -317,6 +360,7 @@ class RunState:
             if tokens and version.isdecimal():
                 before, _ = self.tokens_by_version.get(int(version), (0, t))
                 self.tokens_by_version[int(version)] = before + tokens, t
+        _bound(self.tokens_by_version)
         self._plot("retries", t, sum(retries.values()))
         self._plot("cut", t, entry.get("cut", 0))
 
@@ -335,8 +379,7 @@ class RunState:
         if entry.get("max") is not None:
             row["max"] = max(entry["max"], row["max"] or 0.0)
         row["tokens"] += entry.get("tokens") or 0
-        if len(self.mismatch) > _MOST_VERSIONS:
-            del self.mismatch[min(self.mismatch)]
+        _bound(self.mismatch)
         self._plot("k3", t, k3)
 
     def _add_adapters(self, entry: Entry, _: float) -> None:
@@ -354,6 +397,8 @@ class RunState:
         self._set("step", "", entry["step"])
         self._set("step_seconds", "", seconds)
         self._set_each("step_part_seconds", "part", parts)
+        if self.tokens is not None:
+            self.tokens.add(t, 0.0, 0.0)
         self.step_count += 1
         self.step_seconds += seconds
         self.part_seconds.update(parts)
@@ -364,11 +409,13 @@ class RunState:
     # --- values and plots ------------------------------------------------------------------------
 
     def _plot(self, name: str, t: float, value: float) -> None:
-        self.plots.setdefault(name, Plot()).add(t, value)
+        self.plots.setdefault(name, Plot(name == "spread")).add(t, value)
 
     def _set(self, name: str, key: str, value: float | None) -> None:
         if value is not None:
-            self.values.setdefault(f"rollway_{name}", {})[key] = value
+            values = self.values.setdefault(f"rollway_{name}", {})
+            values[key] = value
+            _bound(values)
 
     def _set_each(self, name: str, label: str, values: Mapping[str, float]) -> None:
         self.values[f"rollway_{name}"] = {
@@ -378,7 +425,14 @@ class RunState:
     def _count(self, name: str, key: str, value: float) -> None:
         values = self.values.setdefault(f"rollway_{name}", {})
         values[key] = values.get(key, 0) + value
+        _bound(values)
 
     def _count_each(self, name: str, label: str, counts: Mapping[str, int]) -> None:
         for value, count in counts.items():
             self._count(name, make_labels_key(**{label: value}), count)
+
+
+def _bound(kept: dict[Any, Any]) -> None:
+    """Forget the oldest of too many."""
+    while len(kept) > MOST_KEPT:
+        del kept[next(iter(kept))]

@@ -135,9 +135,11 @@ def note_mismatch(
         tokens: how many tokens were compared.
 
     Example:
-        d = trainer_logprobs - engine_logprobs
-        rollway.observe.note_mismatch(3, float((d.exp() - d - 1).mean()), max=float(d.abs().max()))
+        d = (trainer_logprobs - engine_logprobs).double()
+        k3 = float((torch.expm1(d) - d).mean())
+        rollway.observe.note_mismatch(3, k3, max=float(d.abs().max()))
     """
+    k3 = 0.0 if k3 < 0 else k3  # rounding of float32; it is never negative
     for recorder in list(_recorders):
         recorder.write("mismatch", version=version, k1=k1, k3=k3, max=max, tokens=tokens)
 

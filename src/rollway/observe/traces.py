@@ -18,6 +18,7 @@ import atexit
 import importlib
 import importlib.metadata
 import logging
+import math
 import os
 import secrets
 import threading
@@ -36,12 +37,18 @@ FLUSH_SECONDS = 5.0
 MOST_ROLLOUTS = 100
 """Per second, of which spans are sent, unless the environment has a sampler of its own. A span
 takes tens of microseconds of the client, and Dynamo's frontend far more."""
+MOST_QUEUED = 16_384
+"""Spans, unless the environment says another number: a refit of 1,024 workers has 10,000."""
+OUTAGE_SECONDS = 300.0
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _HTTP, _GRPC = "http/protobuf", "grpc"
 _EXPORTERS = {
     _HTTP: "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     _GRPC: "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
 }
+
+_EXPORTER_LOGGERS = (_EXPORTERS[_HTTP], "opentelemetry.exporter.otlp.common.http",
+                     "opentelemetry.exporter.otlp.proto.grpc.exporter")  # fmt: skip
 
 _tracer: Tracer | None = None
 _lock = threading.Lock()
@@ -135,6 +142,20 @@ class _Ids:
         return True
 
 
+class _Outages(logging.Filter):
+    """Lets the first message about a receiver through. Its exporter writes two for each batch; one
+    that comes long after all others is about another outage."""
+
+    _last = -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        before, self._last = self._last, record.created
+        return record.created - before > OUTAGE_SECONDS
+
+
+_outages = _Outages()
+
+
 class Tracer:
     """Makes the spans of this process. `open_tracer` returns it."""
 
@@ -226,7 +247,11 @@ class Tracer:
         if str(resource.attributes.get(SERVICE_NAME, "unknown")).startswith("unknown"):
             resource = resource.merge(Resource({SERVICE_NAME: "rollway"}))
         provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=_Ids())
-        provider.add_span_processor(BatchSpanProcessor(self._make_exporter(endpoint=self.url)))
+        size = None if "OTEL_BSP_MAX_QUEUE_SIZE" in os.environ else MOST_QUEUED
+        exporter = self._make_exporter(endpoint=self.url)
+        provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=size))
+        for name in _EXPORTER_LOGGERS:
+            logging.getLogger(name).addFilter(_outages)
         # Its flush has no limit of time, and no thread can start while Python ends.
         threading.Thread(
             target=self._flush_when_asked, args=(provider,), name="rollway-traces", daemon=True
@@ -267,8 +292,9 @@ def _find_exporter(protocol: str) -> Any:
     else:
         try:
             return importlib.import_module(module).OTLPSpanExporter
-        except ImportError as error:
-            reason = f"{error}. pip install 'rollway[otel]'"
+        except Exception as error:  # noqa: BLE001 - of a package that may be broken
+            line = str(error).partition("\n")[0].rstrip(".")
+            reason = f"{module}: {line}. pip install 'rollway[otel]'"
     log.warning("rollouts and refits have no spans: %s.", reason)
     return None
 

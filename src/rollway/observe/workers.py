@@ -17,7 +17,8 @@ ENDING = ("stopping", "stopped")
 GAP_SECONDS = 15.0
 """A sampled value that is this much older than the newest sample is a gap."""
 KV_FULL = 0.95
-_MOST_SAMPLES, _HIT_BINS = 64, 90
+_MOST_TIMES = 10_000
+_MOST_SAMPLES, _MOST_BINS, _LEAST_BINS = 64, 90, 8
 _DEATHS = ("exited", "killed")
 _STATES = {
     "exited": "exited",
@@ -51,7 +52,7 @@ class Bins:
         """The weighted sum and the weight of each."""
 
     def add(self, t: float, value: float, weight: float) -> None:
-        while (place := max(0, int((t - self.start) / self.width))) >= _HIT_BINS:
+        while (place := max(0, int((t - self.start) / self.width))) >= _MOST_BINS:
             self.width *= 2
             odd = self._bins[1::2] + [(0.0, 0.0)] * (len(self._bins) % 2)
             self._bins = [
@@ -60,6 +61,13 @@ class Bins:
         self._bins += [(0.0, 0.0)] * (place + 1 - len(self._bins))
         total, known = self._bins[place]
         self._bins[place] = (total + value * weight, known + weight)
+
+    def halve(self) -> tuple[float, float]:
+        """Return the sums of the first and of the second half; 0 if few bins have a value."""
+        totals, half = [total for total, _ in self._bins], len(self._bins) // 2
+        if sum(weight > 0 for _, weight in self._bins) < _LEAST_BINS:
+            return 0.0, 0.0
+        return sum(totals[:half]), sum(totals[-half:])
 
     def list_means(self) -> list[tuple[float, float]]:
         """Return the middle of every bin that has a value, and the mean of its values."""
@@ -104,7 +112,7 @@ class Workers:
         self.names: dict[str, str] = {}
         """The names of workers by instance, also of instances that have died."""
         self.histories: dict[str, WorkerHistory] = {}
-        self.stale_times: list[StaleTime] = []
+        self.stale_times: deque[StaleTime] = deque(maxlen=_MOST_TIMES)
         self.stale: StaleTime | None = None
         """The one that has not ended."""
         self._rows: dict[str, dict[str, Any]] = {}
@@ -126,7 +134,7 @@ class Workers:
         for fields in listed:
             instance = fields["instance"] or ""
             name, version = fields["name"] or instance, self.see_version(fields.get("version"))
-            if version is not None:
+            if version is not None and instance:
                 self._told[instance] = version
             row = rows[name] = {
                 "name": name,
@@ -135,7 +143,7 @@ class Workers:
                 "role": fields.get("role", ""),
                 "model": fields.get("model") or "",
                 "state": fields["state"],
-                "version": self._told.get(instance),
+                "version": self._told.get(instance, version),
                 "restarts": fields.get("restarts", 0),
                 "pid": fields.get("pid"),
             }

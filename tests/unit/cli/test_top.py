@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -13,9 +14,13 @@ import termios
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from rollway.cli import main
-from tests.observe.make_run import write_run
+from rollway.observe.dash.live_table import draw
+from rollway.observe.dash.open_run import open_directory
+from rollway.observe.dash.view import Watch
+from tests.observe.make_run import MadeRun, Writer, write_run
 from tests.waiting import wait_until
 
 
@@ -72,6 +77,27 @@ def test_wrong_input_is_refused_with_the_fix(
     given = [argument.replace("RUN", str(run_dir)) for argument in arguments]
     assert main(["top", "--once", *given]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 40), (160, 60)])
+@pytest.mark.parametrize("workers", [1, 4, 64])
+def test_every_section_fits_on_a_screen(
+    tmp_path: Path, workers: int, columns: int, rows: int
+) -> None:
+    made, writer = MadeRun(workers), Writer(tmp_path)
+    writer.write_all(made.run(1.7e9, 200.0))
+    writer.write_all(made.kill(1.7e9 + 200))
+    watch = Watch(open_directory(tmp_path))
+    watch.load()
+    screen = Console(file=io.StringIO(), width=columns, height=rows)
+    lines = screen.render_lines(draw(watch, screen))
+    text = "\n".join("".join(segment.text for segment in line) for line in lines)
+    assert len(lines) <= rows
+    for word in ("exact", "busy", "Fleet", "Refits", "Rollouts", "Trainer's steps", "Events"):
+        assert f"\n{word}" in text
+    shown = text.count("\ntiny-")
+    assert shown == workers or f"{workers - shown} more that are not shown" in text
+    assert f"tiny-{workers - 1} " in text  # it has just restarted, and is the worst
 
 
 class Terminal:

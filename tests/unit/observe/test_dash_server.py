@@ -25,10 +25,11 @@ from rollway.observe.dash import open_run, verdicts
 from rollway.observe.dash import view as source_module
 from rollway.observe.dash.browsers import POLICY, DashAccess
 from rollway.observe.dash.open_run import open_directory, open_stack
-from rollway.observe.dash.server import STATIC, Dashboard, serve
+from rollway.observe.dash.server import STATIC, Dashboard, _Page, serve
 from rollway.observe.dash.view import RunSource, View
 from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
+from rollway.observe.run_state import MOST_POINTS, Plot
 from rollway.stack.state import StackState
 from tests.observe.make_run import MadeRun, Writer, write_run
 from tests.waiting import wait_until_async
@@ -199,7 +200,23 @@ async def test_lines_that_cannot_be_read_are_left_out_and_counted(run_dir: Path)
     file.write_bytes(file.read_bytes() + b'{"kind":"nonsense","t":1}\nnot json\n{"kind":"ref')
     async with open_dash(run_dir) as client:
         notes = (await client.get_json("api/model"))["sections"]["run"]["notes"]
+        await client.get_json(f"api/model?at={T + 14.5}")  # all is read again
+        later = (await client.get_json("api/model"))["sections"]["run"]["notes"]
     assert any("1 damaged" in note and "1 unknown kind" in note for note in notes), notes
+    assert later == notes
+
+
+def test_a_page_that_is_open_for_long_gets_plots_anew(run_dir: Path) -> None:
+    """It has every point since it was opened; the server's are fewer, and from the whole run."""
+    dashboard = Dashboard(open_directory(run_dir))
+    page, plot, known = _Page(dashboard), Plot(), list[float]()
+    dashboard.view.state.plots["cached"] = plot
+    for number in range(20_000):
+        plot.add(T + number, number)
+        points = page._find_new_points(dashboard.view.get_series())["cached"]["t"]
+        known = points if known and points[0] <= known[-1] else known + points
+        assert len(known) <= 2 * MOST_POINTS and known[-1] == T + number
+    assert sum(t < T + 10_000 for t in known) > MOST_POINTS / 4
 
 
 async def test_a_directory_that_goes_away_is_said_and_the_page_stays(run_dir: Path) -> None:

@@ -33,18 +33,18 @@ from rollway.stack import preset
 def test_a_record_is_read_from_its_end_also_if_the_last_line_is_torn(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, "supervisor")
     for number in range(5):
-        recorder.write("sample", t=100.0 + number, values={"rollway_step": {"": number}})
+        recorder.write("sample", t=1.7e9 + number, values={"rollway_step": {"": number}})
     recorder.close()
     (file,) = tmp_path.glob("*.s*.jsonl")
     with file.open("a") as torn:
-        torn.write('{"kind":"sample","t":200.0,"val')
-    assert [sample["t"] for sample in read_last_samples(tmp_path)] == [103.0, 104.0]
+        torn.write('{"kind":"sample","t":1700000200.0,"val')
+    assert [sample["t"] for sample in read_last_samples(tmp_path)] == [1.7e9 + 3, 1.7e9 + 4]
     assert read_last_samples(tmp_path / "nowhere") == []
 
 
 def test_samples_of_another_schema_are_refused_with_the_reason(tmp_path: Path) -> None:
-    header = {"kind": "header", "schema": SCHEMA - 1, "t": 1.0, "process": "supervisor"}
-    lines = [header, {"kind": "sample", "t": 2.0, "values": {}}]
+    header = {"kind": "header", "schema": SCHEMA - 1, "t": 1e9, "process": "supervisor"}
+    lines = [header, {"kind": "sample", "t": 1e9, "values": {}}]
     (tmp_path / "supervisor-1-a.s0.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in lines))
     with pytest.raises(UsageError, match="Another version of Rollway"):
         read_last_samples(tmp_path)

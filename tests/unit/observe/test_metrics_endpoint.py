@@ -14,7 +14,7 @@ import pytest
 
 from rollway.fleet.history import DriverHistory
 from rollway.observe import metrics_endpoint, step, steps
-from rollway.observe.record import Recorder
+from rollway.observe.record import SCHEMA, Recorder
 
 TOKEN = "0123456789abcdef"
 
@@ -95,6 +95,23 @@ def test_every_run_is_on_the_page_while_it_is_recorded(
     assert "run-1" not in get(url) and "run-2" in get(url)
     steps.unregister(recorders[1])
     assert get(url) == ""
+
+
+def test_a_run_that_another_rollway_records_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(metrics_endpoint.ADDRESS, "127.0.0.1:0")
+    url = metrics_endpoint.serve_if_asked(tmp_path)
+    assert url is not None
+    recorder = Recorder(tmp_path / "run-1", "driver")
+    steps.register(recorder)
+    recorder.event("start")
+    recorder.close()
+    (file,) = (tmp_path / "run-1").glob("driver-*.jsonl")
+    file.write_text(file.read_text().replace(f'"schema":{SCHEMA}', '"schema":1'))
+    assert get(url) == get(url) == ""
+    assert caplog.text.count("its schema is 1") == 1
+    steps.unregister(recorder)
 
 
 def test_a_token_is_asked_for_and_loopback_means_loopback(

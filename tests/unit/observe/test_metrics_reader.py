@@ -52,6 +52,13 @@ def test_families_can_be_added_and_left_out() -> None:
     assert families.parse(PAGE).values == {"dynamo_custom_things": 7.0}
 
 
+def test_a_family_that_begins_like_one_of_the_table_can_be_added() -> None:
+    page = PAGE + "vllm:num_requests_waiting_by_reason 4\nvllm:num_requests_waiting 1\n"
+    values = Families("worker", ["vllm:num_requests_"]).parse(page).values
+    assert values["vllm:num_requests_waiting_by_reason"] == 4.0
+    assert values["vllm:num_requests_running"] == 5.0 and values["vllm:num_requests_waiting"] == 1.0
+
+
 @given(st.text() | st.lists(st.sampled_from(PAGE.splitlines())).map("\n".join))
 def test_any_page_is_read(page: str) -> None:
     scrape = Families("worker", [""]).parse(page)

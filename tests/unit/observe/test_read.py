@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from rollway.observe.read import Run, decode
 from rollway.observe.record import SCHEMA, SHAPES, Recorder
 from rollway.observe.run_state import RunState
 
-HEADER = {"kind": "header", "schema": SCHEMA, "t": 1.0, "process": "driver"}
+T = 1.7e9
+HEADER = {"kind": "header", "schema": SCHEMA, "t": T, "process": "driver"}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
@@ -38,7 +40,7 @@ def write(path: Path, *entries: dict[str, Any], end: str = "\n") -> None:
 
 
 def event(t: float, name: str) -> dict[str, Any]:
-    return {"kind": "event", "t": t, "event": name, "detail": ""}
+    return {"kind": "event", "t": T + t, "event": name, "detail": ""}
 
 
 def names(run: Run) -> list[str]:
@@ -87,7 +89,7 @@ def test_a_file_of_another_schema_is_left_out_and_counted(tmp_path: Path) -> Non
     write(tmp_path / "driver-1-a.jsonl", {**HEADER, "schema": 1}, event(2, "old"), event(3, "old"))
     with pytest.raises(UsageError, match=r"schema is 1, and this version reads"):
         Run(tmp_path).check()
-    strange = {"kind": "hologram", "t": 3.0}
+    strange = {"kind": "hologram", "t": T}
     write(tmp_path / "driver-2-b.jsonl", HEADER, {**event(2, "a"), "colour": "red"}, strange)
     run = Run(tmp_path)
     run.check()
@@ -98,7 +100,7 @@ def test_a_file_of_another_schema_is_left_out_and_counted(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("version", ["9" * 5_000, "\u00b2", "\u0663", "1,version=2", "", "1\n"])
 def test_a_version_of_tokens_is_one_that_a_tally_writes(tmp_path: Path, version: str) -> None:
-    rollouts = {"kind": "rollouts", "t": 2.0, "seconds": 1.0, "count": 1, "tokens": 1}
+    rollouts = {"kind": "rollouts", "t": T, "seconds": 1.0, "count": 1, "tokens": 1}
     good = [{**rollouts, "versions": {known: 1}} for known in ("12", "-1", "None")]
     write(tmp_path / "driver-1-a.jsonl", HEADER, {**rollouts, "versions": {version: 1}}, *good)
     run, state = Run(tmp_path), RunState()
@@ -121,6 +123,24 @@ def test_a_file_without_lines_is_read_once_and_by_parts(
     with path.open("a") as file:
         file.write("\n" + json.dumps(event(3, "after it")) + "\n")
     assert list_events(follower.poll()) == ["after it"] and run.problems == {"damaged": 3}
+
+
+def test_a_refit_is_looked_for_without_a_whole_line_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "LARGEST_LINE", 1 << 20)
+    recorder, began = Recorder(tmp_path, "driver"), math.ceil(time.time())
+    report = {"version": 1, "workers": []}
+    recorder.write("refit", t=began + 5, began=began, report=report, outcome="ok")
+    recorder.close()
+    with (tmp_path / "driver-1-a.jsonl").open("wb") as file:
+        file.truncate(32 << 20)  # one line
+    tracemalloc.start()
+    try:
+        assert Run(tmp_path).find_end_of_refit(0) == began + 5
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_record_that_may_not_be_read_is_not_called_empty(
@@ -214,7 +234,7 @@ def test_workers_of_a_supervisor_get_the_versions_that_a_driver_recorded(tmp_pat
             {"name": f"w{number}", "instance": str(number), "state": "ready", "version": version}
             for number, version in enumerate(versions)
         ]
-        return {"kind": "workers", "t": t, "workers": rows}
+        return {"kind": "workers", "t": T + t, "workers": rows}
 
     write(tmp_path / "driver-1-a.jsonl", HEADER, workers(3, 4, 4), workers(5, None, 5))
     supervisor = {**HEADER, "process": "supervisor"}
@@ -235,7 +255,7 @@ def test_workers_of_several_supervisors_are_one_list_and_no_dead_one_stays(tmp_p
             {"name": name, "instance": instance, "state": "ready", "version": version}
             for name, instance, version in rows
         ]
-        return {"kind": "workers", "t": t, "workers": listed}
+        return {"kind": "workers", "t": T + t, "workers": listed}
 
     supervisor = {**HEADER, "process": "supervisor"}
     first = workers(2, ("a", "1", None)), workers(6, ("a", "9", None))
@@ -262,18 +282,19 @@ def list_events(entries: Iterable[dict[str, Any]]) -> list[str]:
 
 def test_a_follower_that_has_read_everything_polls_what_comes(tmp_path: Path) -> None:
     path = tmp_path / "driver-1-a.jsonl"
-    step = {"kind": "step", "t": 3.0, "refit": 1, "worker": "7", "step": "load"}
-    write(path, HEADER, event(2, "a"), step, {**step, "t": 9.0}, end='\n{"kind":"event","t":10')
+    step = {"kind": "step", "t": T + 3, "refit": 1, "worker": "7", "step": "load"}
+    torn = f'\n{{"kind":"event","t":{T + 10:.0f}'
+    write(path, HEADER, event(2, "a"), step, {**step, "t": T + 9}, end=torn)
     follower = Run(tmp_path).follower()
-    entries = list(follower.read(without={"step"}, until=5.0))
+    entries = list(follower.read(without={"step"}, until=T + 5))
     assert [entry["kind"] for entry in entries] == ["header", "event", "step"]
     assert Run(tmp_path).nbytes == path.stat().st_size > follower.bytes_read > 0  # a line is torn
     with path.open("a") as file:
-        file.write(',"event":"torn and whole"}\n' + json.dumps({**step, "t": 4.0}) + "\n")
+        file.write(',"event":"torn and whole"}\n' + json.dumps({**step, "t": T + 4}) + "\n")
     write(tmp_path / "supervisor-2-b.jsonl", HEADER, event(11, "new"))
     entries = follower.poll()
     assert list_events(entries) == ["torn and whole", "new"]
-    assert [entry["t"] for entry in entries if entry["kind"] == "step"] == [4.0]
+    assert [entry["t"] for entry in entries if entry["kind"] == "step"] == [T + 4]
     assert follower.poll() == []
 
 
@@ -290,7 +311,7 @@ def test_the_end_of_a_record_has_its_newest_entries_and_their_headers(tmp_path: 
     assert "old, and in a short file" in names
     assert "segment 3" in names and "segment 2" in names and "segment 1" not in names
     driver = [entry for entry in entries if entry.get("event", "").startswith("driver")]
-    assert driver[-1]["event"] == "driver 19999" and driver[-1]["t"] == 20_999.0
+    assert driver[-1]["event"] == "driver 19999" and driver[-1]["t"] == T + 20_999
     assert 50 < len(driver) < 300 and {entry["process"] for entry in driver} == {"driver"}
     assert [entry["t"] for entry in entries] == sorted(entry["t"] for entry in entries)
     assert not run.problems and list(Run(tmp_path / "none").read_end()) == []

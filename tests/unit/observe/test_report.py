@@ -182,6 +182,56 @@ def test_hits_and_throughput_that_fall_are_found(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("every", [2, 12], ids=["busy", "idle"])
+def test_throughput_is_that_of_the_time_also_of_idle_time(tmp_path: Path, every: int) -> None:
+    """The entries alone have one rate: the second half of an idle run has few of them."""
+    run = Begun(tmp_path)
+    for number in range(30):
+        run.add_rollouts(4 + 2 * number)
+    for number in range(6):
+        run.add_rollouts(64 + every * number)
+    expected = [("slow", "warn", "rollway_tokens_per_second")] if every == 12 else []
+    assert describe(run.find()) == expected
+
+
+def test_a_stack_that_stays_up_after_the_training_has_not_slowed_down(tmp_path: Path) -> None:
+    run = Begun(tmp_path)
+    for number in range(40):
+        run.add_rollouts(4 + 2 * number)
+    run.add("event", 5_000, event="note")
+    assert run.find() == []
+
+
+def test_few_prompts_are_no_fall_of_the_hits(tmp_path: Path) -> None:
+    run = Begun(tmp_path)
+    for number in range(20):
+        cached = 40 if number < 10 else 20
+        run.add_rollouts(4 + 2 * number, prompt_tokens=50, cached_tokens=cached)
+    assert run.find() == []
+
+
+def test_a_wrong_version_is_found_however_many_follow(tmp_path: Path) -> None:
+    run = Begun(tmp_path)
+    for version in range(1, 300):
+        k3 = 0.5 if version == 3 else 1e-5
+        run.add("mismatch", 5 + version, version=version, k3=k3, max=k3)
+    (finding,) = run.find()
+    assert describe([finding]) == [("failed", "bad", "rollway_mismatch_k3")]
+    assert "on 1 of 299 versions" in finding.text and finding.details == ["version 3: 0.5"]
+    figures = {each.label: each.value for each in list_figures(read_state(tmp_path))}
+    assert figures["largest mismatch k3 of a version"] == 0.5
+    assert figures["largest difference of a log-prob"] == 0.5
+
+
+def test_lines_that_were_dropped_are_found_also_after_a_restart(tmp_path: Path) -> None:
+    run = Begun(tmp_path)
+    for after, dropped in ((5, 7.0), (9, 0.0)):
+        values = {"rollway_record_dropped_total": {"process=supervisor": dropped}}
+        run.writer.write("sampler", {"kind": "sample", "t": BEGAN + after, "values": values})
+    (finding,) = run.find()
+    assert finding.text.startswith("7 lines") and finding.metric == "rollway_record_dropped_total"
+
+
 # --- figures and comparison ----------------------------------------------------------------------
 
 
@@ -195,6 +245,39 @@ def test_figures_are_those_of_the_record(tmp_path: Path) -> None:
     assert figures["rollouts"] == 50 and figures["tokens"] == 5000
     assert figures["prompt tokens from a cache"] == pytest.approx(0.8)
     assert figures["time of a rollout, p95, median of the intervals"] == 4.0
+
+
+def test_figures_and_findings_of_a_long_run_cover_all_of_it(tmp_path: Path) -> None:
+    run, lines = Begun(tmp_path), 6_000
+    for number in range(lines):
+        is_late = number > 0.8 * lines
+        run.add_rollouts(2 * number, latency={"p50": 9.0 if is_late else 1.0, "p95": 9.0})
+        values = {"vllm:num_requests_running": {"worker=tiny-0": 1},
+                  "vllm:num_requests_waiting": {"worker=tiny-0": 0 if is_late else 30}}  # fmt: skip
+        run.writer.write("sampler", {"kind": "sample", "t": BEGAN + 2 * number, "values": values})
+    state = read_state(tmp_path)
+    figures = {figure.label: figure.value for figure in list_figures(state)}
+    assert figures["time of a rollout, p50, median of the intervals"] == 1.0
+    (finding,) = find_all(state)
+    assert finding.metric == "vllm:num_requests_waiting" and "(24 in the mean)" in finding.text
+
+
+def test_a_share_of_nothing_is_a_figure(tmp_path: Path) -> None:
+    run = Begun(tmp_path)
+    run.add_rollouts(5, cached_tokens=0)
+    figures = {figure.label: figure.text for figure in list_figures(read_state(tmp_path))}
+    assert figures["prompt tokens from a cache"] == "0%"
+
+
+def test_parts_of_a_step_have_the_names_that_scripts_know(tmp_path: Path) -> None:
+    run = Begun(tmp_path)
+    parts = {"generate": 4.0, "train": 3.0, "publish": 2.0, "wait": 1.0, "paused": 0.0, "own": 0.0}
+    run.add("trainer", 9, step=1, seconds=10.0, parts=parts)
+    figures = {figure.label: figure.text for figure in list_figures(read_state(tmp_path))}
+    assert {label: text for label, text in figures.items() if label.startswith("of it ")} == {
+        "of it generating": "40%", "of it training": "30%", "of it publishing": "20%",
+        "of it waiting": "10%", "of it paused": "0%", "of it own": "0%",
+    }  # fmt: skip
 
 
 def test_two_runs_are_compared_in_both_directions(tmp_path: Path) -> None:

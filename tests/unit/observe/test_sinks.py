@@ -42,7 +42,7 @@ def write_run(directory: Path) -> None:
         {**row, "name": "b", "version": 1, "role": "decode"},
     ]
     recorder.write("workers", workers=workers)
-    recorder.write("refit", began=1.0, report=REPORT, outcome="ok", transport="shm", bytes=10)
+    recorder.write("refit", began=1.7e9, report=REPORT, outcome="ok", transport="shm", bytes=10)
     recorder.write("rollouts", **ROLLOUTS)
     recorder.write("rollouts", **ROLLOUTS)
     recorder.write("mismatch", version=3, k3=1e-4)
@@ -122,7 +122,7 @@ def test_a_sink_that_fails_is_named_once_and_the_others_go_on(tmp_path: Path) ->
 
 
 def test_a_feed_refuses_the_record_of_another_rollway(tmp_path: Path) -> None:
-    header = {"kind": "header", "schema": 1, "t": 1.0, "process": "driver"}
+    header = {"kind": "header", "schema": 1, "t": 1.7e9, "process": "driver"}
     (tmp_path / "driver-1-a.jsonl").write_text(json.dumps(header) + "\n")
     with pytest.raises(UsageError, match="its schema is 1"):
         Feed(tmp_path, [])

@@ -53,6 +53,16 @@ def test_a_step_is_recorded_also_if_it_fails_and_nothing_without_a_stack(tmp_pat
     assert (mismatch["version"], mismatch["k3"], mismatch["tokens"]) == (2, 0.25, 3)
 
 
+def test_a_mismatch_that_rounding_made_negative_is_zero(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "driver")
+    steps.register(recorder)
+    note_mismatch(1, -3e-9, k1=1e-4, max=0.01)
+    steps.unregister(recorder)
+    recorder.close()
+    (mismatch,) = read(tmp_path, "mismatch")
+    assert (mismatch["k3"], mismatch["k1"], mismatch["max"]) == (0.0, 1e-4, 0.01)
+
+
 async def test_counts_are_recorded_by_a_timer_and_nothing_is_while_nothing_happens(
     tmp_path: Path,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import shutil
@@ -82,6 +83,61 @@ def test_a_protocol_that_is_not_spoken_is_said(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
     assert open_tracer() is None and open_tracer() is None
     assert caplog.text.count("their protocol is http/json") == 1
+
+
+@pytest.mark.parametrize("error", [TypeError, ImportError, RuntimeError])
+def test_a_broken_package_costs_spans_and_nothing_else(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As protobuf's, when another package has brought a version that does not fit."""
+
+    def fail(_: str) -> None:
+        raise error("Descriptors cannot be created directly.\nDowngrade the package.")
+
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:4318")
+    monkeypatch.setattr(traces.importlib, "import_module", fail)
+    monkeypatch.setattr(traces, "_tracer", None)
+    traces._find_exporter.cache_clear()
+    try:
+        assert open_tracer() is None and open_tracer() is None
+    finally:
+        traces._find_exporter.cache_clear()
+    (message,) = caplog.messages
+    assert "Descriptors cannot be created directly. pip install" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_a_receiver_that_is_gone_is_said_once(
+    protocol: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setattr(traces, "_tracer", None)
+    monkeypatch.setattr(traces._outages, "_last", -math.inf)
+    tracer = open_now()
+    for _ in range(3):
+        tracer.begin("lost").finish({})
+        tracer.flush()
+    names = [record.name for record in caplog.records]
+    assert sum(name.startswith("opentelemetry.exporter") for name in names) == 1, caplog.text
+
+
+@pytest.mark.parametrize(("given", "size"), [(None, 16_384), ("512", 512)])
+def test_the_spans_of_a_large_refit_fit_into_the_queue(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch, given: str | None, size: int
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", given)
+    monkeypatch.setattr(traces, "_tracer", None)
+    tracer = open_now()
+    receiver.status = 503  # nothing is taken out of the queue for good
+    for number in range(3_000):
+        tracer.begin(f"{number}").finish({})
+    receiver.status = 200
+    tracer.flush()
+    wait_until(lambda: bool(receiver.find("2999")))
+    assert bool(receiver.find("600")) is (size > 3_000)
 
 
 @pytest.mark.parametrize(

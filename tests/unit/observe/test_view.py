@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollway.observe import workers
+from rollway.observe import run_state, workers
 from rollway.observe.dash import verdicts
 from rollway.observe.dash.view import View
 from rollway.observe.read import decode
 from rollway.observe.record import SHAPES
 from rollway.observe.refits import KEPT
-from rollway.observe.run_state import MOST_POINTS, Plot
+from rollway.observe.run_state import MOST_POINTS, Plot, RunState
 from tests.observe.make_run import MadeRun, make_header
 
 T = 1.7e9
@@ -261,6 +261,65 @@ def test_a_series_is_in_order_and_has_each_time_once(points: list[tuple[int, int
         series.add(t, value)
     assert series.times == sorted(set(series.times))
     assert dict(zip(series.times, series.values, strict=True)) == dict(points)
+
+
+@pytest.mark.parametrize("late", [0, 3], ids=["in order", "two writers"])
+def test_a_plot_of_a_long_run_is_dense_everywhere_and_ends_exactly(late: int) -> None:
+    plot, count = Plot(), 21_600  # twelve hours, a point every two seconds
+    for number in range(count):
+        second = number - late if number % 2 and number > late else number
+        plot.add(T + 2 * second + number % 2 / 2, second)
+    assert len(plot.times) <= MOST_POINTS and plot.times == sorted(set(plot.times))
+    assert plot.values[-1] == max(plot.values) > count - 3
+    quarters = [int((t - T) // (2 * count / 4)) for t in plot.times]
+    shares = [quarters.count(quarter) / len(quarters) for quarter in range(4)]
+    assert all(0.2 < share < 0.3 for share in shares), shares
+    # A point is the mean of what comes until the next one.
+    for t, after, value in zip(plot.times, plot.times[1:], plot.values[:-1], strict=False):
+        assert abs(value - (t + after - 2 * T) / 4) < 4 + 1e-4 * value
+    assert isclose(plot.mean, plot.total / count) and abs(plot.mean - count / 2) < 4
+
+
+def test_a_short_peak_stays_on_a_plot_of_peaks() -> None:
+    plot = Plot(is_of_peaks=True)
+    for number in range(10_000):
+        plot.add(T + number, number == 5_000)
+    assert max(plot.values) == 1.0 and sum(plot.values) == 1.0
+
+
+def test_what_is_kept_of_a_run_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_state, "MOST_KEPT", 20)
+    report = {"instance_id": "1", "state": "in doubt", "error": "x" * 10_000}
+    state = RunState()
+    for number in range(60):
+        t = T + number
+        workers = [{**report, "instance_id": str(each)} for each in range(40)]
+        state.add({"kind": "refit", "t": t, "began": t, "outcome": "failed", "error": "y" * 10_000,
+                   "report": {"version": number, "workers": workers}})  # fmt: skip
+        state.add({"kind": "mismatch", "t": t, "version": number, "k3": 0.0})
+        state.add({"kind": "rollouts", "t": t, "seconds": 1.0, "count": 1, "tokens": 1,
+                   "versions": {str(number): 1}})  # fmt: skip
+    assert len(state.refits) == len(state.mismatch) == len(state.tokens_by_version) == 20
+    assert max(state.mismatch) == max(state.tokens_by_version) == 59
+    assert all(len(keys) <= 20 for keys in state.values.values())
+    assert all(len(refit.error) + sum(map(len, refit.kept_out)) < 11_000 for refit in state.refits)
+
+
+def test_workers_without_an_instance_share_no_version() -> None:
+    rows = [
+        {"name": name, "instance": None, "state": "ready", "version": version}
+        for name, version in (("a", 5), ("b", None))
+    ]
+    fleet = see({"kind": "workers", "t": T, "workers": rows}).get_sections()["fleet"]
+    assert [(row["name"], row["version"]) for row in fleet] == [("a", 5), ("b", None)]
+
+
+@pytest.mark.parametrize("t", [0.0, 1.0, 9e8, 4.2e9, 9e10])
+def test_a_wrong_time_stretches_no_run(t: float) -> None:
+    event = {"kind": "event", "event": "note"}
+    state = see({**event, "t": T}, {**event, "t": t}, {**event, "t": T + 5}).state
+    assert (state.first, state.seconds) == (T, 5.0)
+    assert decode(json.dumps({**event, "t": t}).encode()) == "damaged"
 
 
 def draw(shape: msgspec.inspect.Type) -> st.SearchStrategy[Any]:

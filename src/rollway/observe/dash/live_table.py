@@ -26,20 +26,22 @@ from rollway.observe.figures import (
     format_share,
     format_utc,
 )
-from rollway.observe.workers import rank_name
+from rollway.observe.workers import SERVING, rank_name
 
+_Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
 _STYLES = {"good": "green", "warn": "yellow", "bad": "bold red", "unknown": "dim"}
 _MOST_REFITS, _MOST_STEPS, _MOST_EVENTS = 8, 6, 12
 
 
 def run_top(watch: Watch, interval: float) -> None:
     """Show a run until the user presses Ctrl-C; what does not change is not sent again."""
-    with Live(draw(watch), auto_refresh=False, screen=True) as live:
+    with Live(auto_refresh=False, screen=True) as live:
         try:
+            live.update(draw(watch, live.console), refresh=True)
             while True:
                 time.sleep(interval)
                 if watch.poll():
-                    live.update(draw(watch), refresh=True)
+                    live.update(draw(watch, live.console), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -48,28 +50,19 @@ def print_once(watch: Watch, width: int | None) -> None:
     Console(highlight=False, width=width).print(draw(watch))
 
 
-def draw(watch: Watch) -> Group:
-    """Return all tables."""
+def draw(watch: Watch, screen: Console | None = None) -> Group:
+    """Return all tables; of each no more rows than a screen has room for, if one is given."""
     model = watch.make_model()
     run, fleet = model["run"], model["fleet"]
     now = format_clock(run["now"]) if run["phase"] == "live" else format_utc(run["now"]) + " UTC"
-    parts: list[RenderableType] = [
-        Text(f"{run['stack'] or run['label']} · {run['phase']} · {now}", "bold")
-    ]
-    parts += [Text(note, "yellow") for note in run["notes"]]
+    parts: list[RenderableType] = [Text(note, "yellow") for note in run["notes"]]
+    parts.insert(0, Text(f"{run['stack'] or run['label']} · {run['phase']} · {now}", "bold"))
     answers = [
-        (a["name"], (a["figure"], _STYLES[a["level"]]), a["sentence"], (a["threshold"], "dim"))
+        (a["name"], (a["figure"], _STYLES[a["level"]]), f"{a['sentence']} ({a['threshold']})")
         for a in model["top"]
     ]
-    parts.append(_draw("", ("", "", "", ""), answers))
-    serving = sum(row["state"] in ("ready", "serving") for row in fleet)
-    title = f"Fleet: {serving} of {count(len(fleet), 'worker')} serve{'s' * (len(fleet) == 1)}"
-    columns: tuple[str, ...] = (
-        "worker", "state", "version", "load", "wait", "KV", "hits", "restarts", "last event",
-    )  # fmt: skip
-    rows = sorted(fleet, key=lambda row: rank_name(row["name"]))
-    parts.append(_draw(title, columns, map(_list_worker_cells, rows)))
-    columns = ("version", "outcome", "took", "paused", "weights", "ended", "error")
+    parts += _draw("", ("", "", ""), answers, is_dense=screen is not None)
+    columns: Sequence[str] = ("version", "outcome", "took", "paused", "weights", "ended", "error")
     refits = [
         (refit["version"], refit["outcome"], format_seconds(refit["seconds"]),
          format_seconds(refit["paused_seconds"]),
@@ -77,21 +70,44 @@ def draw(watch: Watch) -> Group:
          format_clock(refit["ended"]), (refit["error"], "bold red"))
         for refit in model["refits"][:_MOST_REFITS]
     ]  # fmt: skip
-    parts.append(_draw("Refits, newest first", columns, refits))
-    parts.append(_draw("Rollouts", ("", ""), _list_rollout_figures(model)))
+    tables: list[_Table] = [("Refits, newest first", columns, refits),
+                            ("Rollouts", ("", ""), [*_list_rollout_figures(model)])]  # fmt: skip
     names = ("generate", "train", "publish", "wait", "paused")
     steps = [
         (step["step"], format_seconds(step["seconds"]),
          *(format_seconds(step["parts"].get(name)) for name in names))
         for step in model["trainer"][: -_MOST_STEPS - 1 : -1]
     ]  # fmt: skip
-    parts.append(_draw("Trainer's steps, newest first", ("step", "took", *names), steps))
+    tables.append(("Trainer's steps, newest first", ("step", "took", *names), steps))
     events = [
         (format_clock(e["t"]), (e["event"], _STYLES.get(e["level"], "")), e["worker"], e["detail"])
         for e in watch.view.get_events()[: -_MOST_EVENTS - 1 : -1]
     ]
-    parts.append(_draw("Events, newest first", ("time", "event", "worker", "detail"), events))
+    tables.append(("Events, newest first", ("time", "event", "worker", "detail"), events))
+    counts = [len(fleet), *(len(rows) for _, _, rows in tables)]
+    most = max(counts)
+    if screen is not None:  # a section has its title and the names of its columns, or "none yet"
+        head = len(screen.render_lines(Group(*parts)))
+        room = screen.height - head - 2 * len(counts) + 1
+        most = next((n for n in range(room, 1, -1) if sum(min(n, c) for c in counts) <= room), 1)
+    for title, columns, rows in (_make_fleet(fleet, most), *tables):
+        parts += _draw(title, columns, rows[:most], is_dense=screen is not None)
     return Group(*parts)
+
+
+def _make_fleet(fleet: Sequence[Mapping[str, Any]], most: int) -> _Table:
+    """Return the workers by name; if they are too many, the worst of them."""
+    serving = sum(row["state"] in SERVING for row in fleet)
+    title = f"Fleet: {serving} of {count(len(fleet), 'worker')} serve{'s' * (len(fleet) == 1)}"
+    if len(fleet) > most:
+        title += f"; the worst {most}, and {len(fleet) - most:,} more that are not shown"
+        fleet = sorted(
+            fleet,
+            key=lambda row: (row["state"] in SERVING, row["version"] or -1, -(row["waiting"] or 0)),
+        )
+    rows = sorted(fleet[:most], key=lambda row: rank_name(row["name"]))
+    columns = ("worker", "state", "version", "load", "wait", "KV", "hits", "restarts", "last event")
+    return title, columns, [_list_worker_cells(row) for row in rows]
 
 
 def _list_worker_cells(row: Mapping[str, Any]) -> Sequence[Any]:
@@ -118,10 +134,16 @@ def _list_rollout_figures(model: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
     yield "spread of versions", NONE if exactness["spread"] is None else exactness["spread"]
 
 
-def _draw(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Group:
-    """Return a table below its title; a cell is a value, or text with its style."""
+def _draw(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, is_dense: bool = False
+) -> list[RenderableType]:
+    """Return a table below its title; a cell is a value, or text with its style. A dense one has a
+    line for each row, and no line below it."""
+    form: dict[str, Any] = {"no_wrap": is_dense, "overflow": "ellipsis"}
     table = Table(*columns, box=None, pad_edge=False, header_style="dim", show_header=any(columns))
     for cells in rows:
-        table.add_row(*(Text(*cell) if isinstance(cell, tuple) else Text(str(cell))
-                        for cell in cells))  # fmt: skip
-    return Group(Text(title, "bold"), table if table.row_count else Text("none yet", "dim"), Text())
+        texts = (cell if isinstance(cell, tuple) else (str(cell),) for cell in cells)
+        table.add_row(*(Text(*text, **form) for text in texts))
+    body = table if table.row_count else Text("none yet", "dim")
+    parts: list[RenderableType] = [Text(title, "bold", **form), body, Text()]
+    return parts[not title : 2 if is_dense else 3]

@@ -17,6 +17,7 @@ is admitted.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import logging
 import math
@@ -34,6 +35,8 @@ from rollway.gateway.connections import Connections
 from rollway.observe.dash.browsers import TOKEN_FIX, DashAccess, make_app, refuse
 from rollway.observe.dash.conversations import Conversations
 from rollway.observe.dash.view import PastEntries, RunSource, View, Watch
+from rollway.observe.read import Run
+from rollway.observe.run_state import MOST_POINTS
 from rollway.stack.logs import LogFollower
 
 log = logging.getLogger(__name__)
@@ -185,9 +188,9 @@ class Dashboard:
         async with self._history_lock:
             if self._past is None or self._past[0] != at:
                 if self._history is None or self._history.until < min(at, self.view.state.now):
-                    self._history = await asyncio.to_thread(
-                        lambda: PastEntries(self.source.run.read())
-                    )
+                    # A run of its own: the page has counted what cannot be read.
+                    run = Run(self.source.run.directory)
+                    self._history = await asyncio.to_thread(lambda: PastEntries(run.read()))
                 self._past = (at, await asyncio.to_thread(self._history.view_at, at))
             return self._past[1], at
 
@@ -285,7 +288,8 @@ class _Page:
         """Begin with a page that has nothing of a view."""
         self._view = view
         self._sections: dict[str, bytes] = {}
-        self._times: dict[str, float] = {}
+        self._points: dict[str, tuple[float, int]] = {}
+        """The time of the last point of each plot, and how many the page has."""
         self._event = 0
         self._refit = b""
         self._is_first = True
@@ -316,16 +320,18 @@ class _Page:
         return update
 
     def _find_new_points(self, series: Mapping[str, dict[str, list[float]]]) -> dict[str, Any]:
+        """Return the points after those that the page has; of a plot of which it has too many, all
+        that are left, which take their place: they begin before."""
         new = {}
         for name, points in series.items():
-            last = self._times.get(name, -math.inf)
-            count = sum(1 for t in reversed(points["t"]) if t > last) if last > -math.inf else None
-            if count == 0:
+            last, known = self._points.get(name, (-math.inf, 0))
+            first = bisect.bisect_right(points["t"], last)
+            if first == len(points["t"]):
                 continue
-            new[name] = {
-                key: values[-count:] if count else values for key, values in points.items()
-            }
-            self._times[name] = points["t"][-1]
+            if known + len(points["t"]) - first > 2 * MOST_POINTS:
+                first = known = 0
+            new[name] = {key: values[first:] for key, values in points.items()}
+            self._points[name] = points["t"][-1], known + len(points["t"]) - first
         return new
 
 

@@ -197,6 +197,8 @@ STALE_SECONDS = 1.0
 """Shorter differences are those between the entries of two processes."""
 FALL_RATIO = 0.7
 """A figure of the second half of a run below this share of the first half has fallen."""
+MIN_POINTS = 8
+"""A shorter run has no halves."""
 _MOST_DETAILS = 8
 KINDS = ("failed", "slow", "stale", "prevented")
 _LEVELS = ("bad", "warn", "info")
@@ -256,8 +258,8 @@ def _find_failures(state: RunState) -> Iterator[Finding]:
         text = f"The metrics of {count(len(unread), 'worker')} could not always be read."
         details = _list(unread, lambda number: count(int(number), "sample"))
         yield Finding("failed", "info", text, "rollway_scrape_failed", None, details)
-    if dropped := sum(state.values.get("rollway_record_dropped_total", {}).values()):
-        text = f"{count(int(dropped), 'line')} could not be recorded: the disk was slow."
+    if state.dropped:
+        text = f"{count(int(state.dropped), 'line')} could not be recorded: the disk was slow."
         yield Finding("failed", "warn", text, "rollway_record_dropped_total")
 
 
@@ -325,8 +327,7 @@ def _find_loaded_workers(state: RunState) -> Iterator[Finding]:
         )
         yield Finding("slow", "warn", text, "vllm:kv_cache_usage_perc", None, details)
     waiting, running = (
-        statistics.fmean(state.plots[name].values) if name in state.plots else 0.0
-        for name in ("waiting", "running")
+        state.plots[name].mean if name in state.plots else 0.0 for name in ("waiting", "running")
     )
     if waiting > max(running, 1.0):
         text = (
@@ -345,26 +346,18 @@ def _find_falls(state: RunState) -> Iterator[Finding]:
         )
         level = "bad" if cached < CACHED_WARN * prompts else "warn"
         yield Finding("slow", level, text, "rollway_cached_share")
-    for name, metric, noun in (
-        ("cached", "rollway_cached_share", "Prefix hits"),
-        ("tokens_per_second", "rollway_tokens_per_second", "Throughput"),
-    ):
-        before, after = _halve(state, name)
-        if after < FALL_RATIO * before:
-            text = f"{noun} fell in the second half of the run, to {after / before:.0%} of before."
-            yield Finding("slow", "warn", text, metric)
+    elif prompts >= CACHED_TOKENS and len(shares := state.plots["cached"].values) >= MIN_POINTS:
+        half = len(shares) // 2
+        before, after = statistics.fmean(shares[:half]), statistics.fmean(shares[half:])
+        yield from _find_fall("Prefix hits", before, after, "rollway_cached_share")
+    if state.tokens is not None:
+        yield from _find_fall("Throughput", *state.tokens.halve(), "rollway_tokens_per_second")
 
 
-def _halve(state: RunState, name: str) -> tuple[float, float]:
-    """Return the means of a plot in the two halves of the run; 0 if it is short. Stretches without
-    any are left out: a stack may stay up when the training has ended."""
-    points = state.plots[name].as_json() if name in state.plots else {"t": [], "v": []}
-    middle = state.now - state.seconds / 2
-    pairs = [(t < middle, v) for t, v in zip(points["t"], points["v"], strict=True) if v]
-    halves = [[v for is_first, v in pairs if is_first is half] for half in (True, False)]
-    if len(pairs) < 8 or not all(halves):
-        return 0.0, 0.0
-    return statistics.fmean(halves[0]), statistics.fmean(halves[1])
+def _find_fall(noun: str, before: float, after: float, metric: str) -> Iterator[Finding]:
+    if after < FALL_RATIO * before:
+        text = f"{noun} fell in the second half of the run, to {after / before:.0%} of before."
+        yield Finding("slow", "warn", text, metric)
 
 
 def _find_stale_workers(state: RunState) -> Iterator[Finding]:

@@ -18,7 +18,6 @@ import { renderConversations } from "./conversations.js";
 import { renderEvents } from "./events.js";
 import { setUpLog } from "./log.js";
 
-const MOST_POINTS = 2400;
 const MOST_EVENTS = 2000;
 const SLIDER_STEPS = 1000;
 
@@ -37,14 +36,12 @@ function applyUpdate(model, update) {
   if (update.first) Object.assign(model, makeModel());
   Object.assign(model.sections, update.sections);
   for (const [name, points] of Object.entries(update.series ?? {})) {
-    const known = (model.series[name] ??= { t: [], v: [] });
-    known.t.push(...points.t);
-    known.v.push(...points.v);
-    if (known.t.length > MOST_POINTS) {
-      // As the server does: the older half loses every second point.
-      const keep = (_, index) => index % 2 === 0 || index > MOST_POINTS / 2;
-      known.t = known.t.filter(keep);
-      known.v = known.v.filter(keep);
+    const known = model.series[name];
+    // Points that begin before the last known one are the whole plot, thinned by the server.
+    if (!known || points.t[0] <= known.t.at(-1)) model.series[name] = points;
+    else {
+      known.t.push(...points.t);
+      known.v.push(...points.v);
     }
   }
   if (update.events) model.events = model.events.concat(update.events).slice(-MOST_EVENTS);

@@ -1,0 +1,32 @@
+"""What a driver records of its refits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rollway.fleet.history import DriverHistory
+from rollway.fleet.updates import FromDisk
+from rollway.observe.read import Run
+
+
+async def test_a_cancelled_refit_is_recorded_also_if_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = SimpleNamespace(version=3, update=FromDisk("/weights"))
+    refit = SimpleNamespace(plan=plan, mode="pause-all", workers={})
+    history, times = DriverHistory(tmp_path, "s", "run-1"), iter([1.7e9 + 100])
+    monkeypatch.setattr(time, "time", lambda: next(times, 1.7e9))
+    cancelled = asyncio.get_running_loop().create_future()
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await history.follow_refit(refit, cancelled)  # type: ignore[arg-type]
+    history.close()
+    run = Run(tmp_path)
+    (entry,) = [entry for entry in run.read() if entry["kind"] == "refit"]
+    assert entry["outcome"] == "cancelled" and 0 <= entry["report"]["seconds"] < 60
+    assert not run.problems
