@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 
 from rollway.errors import ClusterError, Conflict, RunExists, RunTaken
 from rollway.kubernetes.client import Cluster
-from rollway.kubernetes.manifests import Manifests
-from rollway.kubernetes.objects import CONFIG_MAP, DGD, RAYJOB, RUN_LABEL
+from rollway.kubernetes.manifests import Manifests, render_all
+from rollway.kubernetes.objects import CONFIG_MAP, DGD, RAYCLUSTER, RAYJOB, RUN_LABEL
+from rollway.kubernetes.run import start_run
 from rollway.kubernetes.run_mark import RunMark, take_mark
 from rollway.kubernetes.steps import ClusterRun, RunOptions
 from rollway.kubernetes.teardown import delete_objects, take_down
-from tests.unit.kubernetes.objects import make_infra
+from tests.unit.kubernetes.objects import CLUSTER, make_infra
 
 COMMANDS = 3
 OWNER = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": "math", "uid": "u"}}
@@ -35,6 +37,8 @@ class StubServer:
         self.served: set[Any] = set()
         self.in_cluster = False
         self.objects: dict[tuple[Any, str], Any] = {}
+        self.writes: set[Any] = set()
+        """The kinds of objects that were written."""
         self._versions = itertools.count(1)
 
     @property
@@ -45,6 +49,7 @@ class StubServer:
         if asked.verb == "list":
             items = [body for (kind, _), body in self.objects.items() if kind == asked.kind]
             return {"items": items}
+        self.writes |= {asked.kind} if method != "GET" else set()
         key = (asked.kind, asked.name)
         live = self.objects.get(key)
         if method == "POST":
@@ -183,6 +188,27 @@ def test_a_refused_command_leaves_the_mark_as_it_was() -> None:
         hold = make_mark(server).hold(take_over=True, report=lambda _: None)
         with pytest.raises(RunExists), hold:
             raise RunExists("The RayJob of the run is there.")
+
+
+@pytest.mark.parametrize("status", ["RUNNING", "SUCCEEDED"])
+def test_a_second_run_changes_nothing_in_a_cluster_that_stays(
+    monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """Its driver was submitted, so nobody has the mark; the second infra file differs."""
+    server = StubServer()
+    start(make_mark(server))
+    add_object(server, RAYCLUSTER, "math")
+    server.objects[RAYCLUSTER, "math"]["status"] = {"state": "ready"}
+    answer = 200, json.dumps({"status": status}).encode()
+    monkeypatch.setattr(Cluster, "ask_service", lambda *_, **__: answer)
+    monkeypatch.setattr(Cluster, "find_drift", lambda *_: ())
+    owners = server.mark["metadata"]["ownerReferences"]
+    infra = make_infra(launch={"mode": "raycluster"}, kuberay={"gym": {"spec": CLUSTER}})
+    server.writes.clear()
+    with pytest.raises(RunExists, match=f"driver math (is|has ended as) {status}"):
+        start_run(make_cluster(server), infra, render_all(infra), RunOptions())
+    assert server.writes == {CONFIG_MAP}
+    assert server.mark["metadata"]["ownerReferences"] == owners
 
 
 def test_a_command_that_made_nothing_leaves_no_mark() -> None:
