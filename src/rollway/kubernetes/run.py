@@ -84,6 +84,7 @@ def start_run(
     run = ClusterRun(cluster, infra, manifests, options, report, order)
     with run.hold():
         wait_for_end = _start_job(run) if is_job else _start_in_cluster(run)
+    run.cluster = cluster  # others may have the mark from here on
     if options.wait:
         report(f"wait until {run.name} ends; Ctrl-C leaves it running")
         wait_for_end()
