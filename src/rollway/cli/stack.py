@@ -147,8 +147,9 @@ def _stay_in_foreground(stack: RunningStack | launcher.RayStack, options: Any) -
             pass
     except KeyboardInterrupt:
         code = 0
-    with StackProgress(quiet=options.quiet) as progress:
-        stack.stop(progress)
+    finally:
+        with StackProgress(quiet=options.quiet) as progress:
+            stack.stop(progress)
     return code
 
 
