@@ -41,7 +41,7 @@ MOST_LINES, MOST_MODULES = 50_000, 320
 """Of the whole package: lines with code on them. Comments and docstrings are free."""
 
 BUDGET = {
-    "base": (16, 2_480),
+    "base": (16, 2_490),
     "cli": (15, 1_650),
     "demo": (6, 690),
     "engine": (24, 4_190),
@@ -51,7 +51,7 @@ BUDGET = {
     "integrations/nemo_rl": (16, 2_580),
     "integrations/prime_rl": (15, 2_470),
     "integrations/verl": (14, 1_470),
-    "kubernetes": (23, 4_180),
+    "kubernetes": (23, 4_190),
     "observe": (29, 5_120),
     "rollout": (11, 1_820),
     "stack": (16, 3_460),

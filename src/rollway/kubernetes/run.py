@@ -229,9 +229,7 @@ def _find_cluster(run: ClusterRun, job: str) -> Object:
 
 def _wait_for_job(run: ClusterRun, name: str) -> None:
     """Wait until KubeRay says that the job ended. Ctrl-C leaves it running."""
-    job = wait_for(
-        run.cluster, RAYJOB, name, _decide_ended, timeout=None, what="did not end"
-    )  # fmt: skip
+    job = wait_for(run.cluster, RAYJOB, name, _decide_ended, timeout=None, what="did not end")
     run.result.state = job["status"]["jobDeploymentStatus"]
     run.finish("ended")
     if run.result.state != "Complete" or job["status"].get("jobStatus") == "FAILED":
