@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import ipaddress
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ from rollway.model_spec import (
 )
 from rollway.yaml_input import SpecPart, apply_override, describe_error, read_yaml_file
 
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
@@ -457,8 +459,10 @@ def parse_spec(data: Mapping[str, Any], *, on_this_machine: bool = True) -> Stac
         )
     try:
         spec = StackSpec.model_validate(data)
-        if r"\u0000" in spec.model_dump_json():  # the supervisor receives it as JSON
-            raise SpecError("A text of the stack holds a NUL.", "Remove it.")
+        if path := _find_lossy(spec.model_dump(), ""):
+            what = "a NUL, half of a character, or a number that is not finite"
+            raise SpecError(f"`{path}` holds {what}.", "Correct it.")
+        spec.model_dump_json()  # as the supervisor receives it
     except ValidationError as error:
         raise SpecError(describe_error(error, StackSpec)) from error
     except (PydanticSerializationError, RecursionError) as error:
@@ -472,6 +476,18 @@ def parse_spec(data: Mapping[str, Any], *, on_this_machine: bool = True) -> Stac
             continue  # a directory of the nodes, where the launcher looks for it
         check_model_path(model.path, f"models.{index}.path")
     return _locate_paths(spec) if spec.launcher == "ray" else spec
+
+
+def _find_lossy(value: Any, path: str) -> str | None:
+    """Return where data has a value that JSON or a process would not take as it is; None if
+    nowhere. The place of a key is its mapping's."""
+    items = value if isinstance(value, list | tuple) else ()
+    for key, item in value.items() if isinstance(value, dict) else enumerate(items):
+        if found := _find_lossy(key, path) or _find_lossy(item, f"{path}.{key}".lstrip(".")):
+            return found
+    is_text = isinstance(value, str | Path)
+    is_lossy = is_text and _NO_TEXT.search(str(value))
+    return path if is_lossy or (isinstance(value, float) and not math.isfinite(value)) else None
 
 
 def _locate_paths(spec: StackSpec) -> StackSpec:

@@ -85,3 +85,7 @@ def test_an_empty_environment_attaches_to_a_stack(
         assert [(shown["name"], shown["phase"]) for shown in status["stacks"]] == [
             (stack.name, "ready")
         ]
+    # The report embeds the files of the page, which are no modules.
+    reported = run("rollway", "report", "--out", "report.html")
+    assert reported.returncode == 0, reported.stderr
+    assert "uPlot" in (tmp_path / "report.html").read_text()

@@ -41,18 +41,18 @@ MOST_LINES, MOST_MODULES = 50_000, 320
 """Of the whole package: lines with code on them. Comments and docstrings are free."""
 
 BUDGET = {
-    "base": (16, 2_490),
-    "cli": (15, 1_650),
+    "base": (16, 2_510),
+    "cli": (15, 1_640),
     "demo": (6, 690),
     "engine": (24, 4_190),
     "fleet": (22, 3_520),
     "gateway": (12, 2_290),
     "integrations/curator": (5, 640),
     "integrations/nemo_rl": (16, 2_580),
-    "integrations/prime_rl": (15, 2_470),
+    "integrations/prime_rl": (15, 2_460),
     "integrations/verl": (14, 1_470),
-    "kubernetes": (23, 4_180),
-    "observe": (29, 5_210),
+    "kubernetes": (23, 4_190),
+    "observe": (29, 5_190),
     "rollout": (11, 1_820),
     "stack": (16, 3_460),
     "stack/ray": (10, 1_950),

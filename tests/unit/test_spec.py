@@ -161,6 +161,28 @@ def test_a_spec_survives_json(model: str) -> None:
     assert StackSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
+@pytest.mark.parametrize(
+    ("args", "place"),
+    [
+        ({"a": "b\0"}, "models.0.args.a"),
+        ({"a": "\ud800"}, "models.0.args.a"),
+        ({"a": float("nan")}, "models.0.args.a"),
+        ({"a": [1, {"b": float("-inf")}]}, "models.0.args.a.1.b"),
+        ({"a": {"\0": 1}}, "models.0.args.a"),
+    ],
+)
+def test_what_json_or_a_process_would_not_take_is_named(
+    model: str, args: dict[str, object], place: str
+) -> None:
+    with pytest.raises(SpecError, match=f"`{place}` holds a NUL, half of a character, or a number"):
+        load_spec({"models": [{"path": model, "args": args}]})
+
+
+def test_a_text_may_have_an_escape_of_json(model: str) -> None:
+    spec = load_spec({"models": [{"path": model, "args": {"a": r"\u0000"}}]})
+    assert spec.models[0].args == {"a": r"\u0000"}
+
+
 def test_only_loopback_counts_as_loopback() -> None:
     for host in ("localhost", "127.0.0.1", "127.8.8.8", "::1", "[::1]"):
         assert is_loopback(host)

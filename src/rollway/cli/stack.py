@@ -139,17 +139,17 @@ def _show_cell(value: object) -> str:
 def _stay_in_foreground(stack: RunningStack | launcher.RayStack, options: Any) -> int:
     """Stay until Ctrl-C, or until the stack ends by itself, which is a failure."""
     print_ready(stack.state, options)
-    code = 1
     try:
         if isinstance(stack, launcher.RayStack):
             raise asyncio.run(stack.access.wait_until_over())
         for _ in local.watch_state(stack.directory):
             pass
+        return 1
     except KeyboardInterrupt:
-        code = 0
-    with StackProgress(quiet=options.quiet) as progress:
-        stack.stop(progress)
-    return code
+        return 0
+    finally:
+        with StackProgress(quiet=options.quiet) as progress:
+            stack.stop(progress)
 
 
 def print_ready(state: StackState, options: argparse.Namespace) -> None:

@@ -55,7 +55,7 @@ class Cluster:
     ) -> None:
         self.connection = connection
         self.namespace = namespace
-        self._fence = fence
+        self.check_fence = fence
 
     @classmethod
     def connect(
@@ -79,8 +79,8 @@ class Cluster:
         return Cluster(self.connection, namespace)
 
     def add_fence(self, fence: Callable[[], object]) -> Cluster:
-        """Return the same cluster, which calls `fence` before every write. It raises if this
-        command may not write any more."""
+        """Return the same cluster, which calls `fence` before every write, and in waits. It
+        raises if this command may not write any more."""
         return Cluster(self.connection, self.namespace, fence)
 
     @property
@@ -171,7 +171,7 @@ class Cluster:
         import urllib3
 
         if method != "GET":
-            self._fence()
+            self.check_fence()
         headers = {"Content-Type": "application/json", "Accept": "*/*"}
         if self.in_cluster:
             url = f"http://{service}.{self.namespace}.svc:{port}{path}"
@@ -353,7 +353,7 @@ class Cluster:
         content_type: str = "application/json",
     ) -> Object | None:
         if method != "GET" and "dryRun" not in (query or {}):
-            self._fence()
+            self.check_fence()
         subject = name or ((body or {}).get("metadata") or {}).get("name") or ""
         asked = Refusal(verb or _VERBS[method], kind, self.namespace, subject, subresource)
         path = f"{kind.make_path(self.namespace, name, subresource)}?{urlencode(query or {})}"

@@ -158,6 +158,7 @@ def ensure_driver(
                 )
             if not grace_ends.left:
                 return _submit(cluster, job, ray_cluster, job_id, report)
+        cluster.check_fence()
         if not deadline.pause():
             break
     missing = "is not provisioned" if grace_ends is None else "is provisioned"

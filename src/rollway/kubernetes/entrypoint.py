@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from itertools import dropwhile
 
 from rollway.errors import SpecError
 
 _REFERENCE = re.compile(r"\$\{((?:dynamo|deployments)\.[^}]*)\}")
 _COMMENT = re.compile(r"(^|[\s;])#[^\n]*")
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
+_TAKES_SCRIPT = re.compile("-[A-Za-z]*c")
 _ALWAYS_TRUE = ("true", ":", "exit 0", "echo")
 _FIX = "Write to a file with `>`, or run it as `bash -o pipefail -c '…'`."
 
@@ -71,7 +73,7 @@ def explain_hidden_status(text: str) -> str | None:
 def _split_commands(text: str) -> list[tuple[list[str], str]]:
     """Split a script into simple commands, each with the operator that follows it; nothing for a
     script that `sh` would not read. A pipe in `$(…)` hides nothing of the command around it."""
-    text = _COMMENT.sub(r"\1", text).strip()
+    text = _COMMENT.sub(r"\1", text).replace("\\\n", " ").strip()
     for _ in range(text.count("$(") + 1):
         text = _SUBSTITUTION.sub("x", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|<>\n")
@@ -94,7 +96,8 @@ def _find_script(words: list[str]) -> str | None:
     """Return the script that a command hands to a shell without `pipefail`."""
     if words[:1] == ["exec"]:
         return _find_script(words[1:])
-    if not words or words[0].rpartition("/")[2] not in ("sh", "bash", "dash") or "-c" not in words:
+    if not words or words[0].rpartition("/")[2] not in ("sh", "bash", "dash"):
         return None
-    script = "".join(words[words.index("-c") + 1 :][:1])
+    rest = dropwhile(lambda word: not _TAKES_SCRIPT.fullmatch(word), words)
+    script = "".join([*rest][1:2])
     return None if "pipefail" in words or "pipefail" in script else script

@@ -106,6 +106,7 @@ def wait_until_ready(
                 raise gates.explain(state, "failed")
             if time.monotonic() - begun > limit:
                 raise gates.explain(state, f"is not ready after {limit:.0f} s")
+        cluster.check_fence()
         time.sleep(ASK_SECONDS)
 
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from rollway.errors import SpecError, UsageError
 from rollway.kubernetes.objects import Object, check_image, check_name
 from rollway.kubernetes.spec import Infra as Infra
-from rollway.yaml_input import apply_override, describe_error, read_documents
+from rollway.yaml_input import apply_override, describe_error, read_documents, read_yaml
 
 DEFAULTS_VARIABLE = "ROLLWAY_K8S_DEFAULTS"
 """Names a file of defaults; without it ~/.config/rollway/k8s.yaml is read, if it is there."""
@@ -91,7 +91,7 @@ def read_document(path: Path) -> Object:
             return tomllib.loads(_read_text(path))
         except tomllib.TOMLDecodeError as error:
             raise SpecError(f"{path} is not valid TOML: {error}.", "Correct it.") from error
-    [data] = read_yaml_documents(path) or [None]
+    data = read_yaml(_read_text(path), str(path))
     if not isinstance(data, dict):
         raise SpecError(f"{path} is not a mapping of fields.", "See docs/kubernetes.md.")
     return data
@@ -121,10 +121,11 @@ def _read_user_defaults() -> Object:
 def _resolve_paths(data: Object, folder: Path, *, confined: bool = True) -> Object:
     """Make the paths of files of this machine absolute, relative to a folder; raise SpecError for
     one that leads out of it. Only who types a path may name any."""
-    graphs, code = data.get("dynamo"), (data.get("launch") or {}).get("code")
+    graphs, launch = data.get("dynamo"), data.get("launch")
+    code = launch.get("code") if isinstance(launch, dict) else None
     parts = [
         (f"dynamo.{key}.{field}", part, field)
-        for key, part in (graphs or {}).items()
+        for key, part in (graphs.items() if isinstance(graphs, dict) else ())
         for field in ("manifest", "stack")
     ]
     if isinstance(code, dict) and code.get("source") == "upload":

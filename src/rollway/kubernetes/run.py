@@ -47,6 +47,7 @@ from rollway.kubernetes.driver import (
     RayDashboard,
     ensure_driver,
     find_dashboard,
+    is_provisioned,
     make_ended_error,
     upload,
 )
@@ -83,6 +84,7 @@ def start_run(
     run = ClusterRun(cluster, infra, manifests, options, report, order)
     with run.hold():
         wait_for_end = _start_job(run) if is_job else _start_in_cluster(run)
+    run.cluster = cluster  # others may have the mark from here on
     if options.wait:
         report(f"wait until {run.name} ends; Ctrl-C leaves it running")
         wait_for_end()
@@ -227,9 +229,7 @@ def _find_cluster(run: ClusterRun, job: str) -> Object:
 
 def _wait_for_job(run: ClusterRun, name: str) -> None:
     """Wait until KubeRay says that the job ended. Ctrl-C leaves it running."""
-    job = wait_for(
-        run.cluster, RAYJOB, name, _decide_ended, timeout=None, what="did not end"
-    )  # fmt: skip
+    job = wait_for(run.cluster, RAYJOB, name, _decide_ended, timeout=None, what="did not end")
     run.result.state = job["status"]["jobDeploymentStatus"]
     run.finish("ended")
     if run.result.state != "Complete" or job["status"].get("jobStatus") == "FAILED":
@@ -244,6 +244,8 @@ def _start_in_cluster(run: ClusterRun) -> Callable[[], None]:
     with run.undo_on_failure(keep_what_is_there=True):
         owner = _bring_up_training(run)
         name = run.result.ray_cluster = str(owner["metadata"]["name"])
+        if is_provisioned(owner):  # a run that lives is refused before anything of it changes
+            _find_driver(run, find_dashboard(run.cluster, owner))
         run.mark.give_to(owner)
         run.bring_up_servers(owner)
         dashboard = find_dashboard(run.cluster, run.start_daemon(TRAINING, name))
@@ -268,19 +270,26 @@ def _bring_up_training(run: ClusterRun) -> Object:
     return live
 
 
-def _submit(run: ClusterRun, dashboard: RayDashboard) -> None:
+def _find_driver(run: ClusterRun, dashboard: RayDashboard) -> Object | None:
+    """Return what Ray knows of the driver; raise RunExists for one that is not to be started."""
     known = dashboard.find_job(run.name)
-    if known is not None and run.options.recreate:
-        dashboard.delete_job(run.name)
-    elif known is not None and known.get("status") in JOB_ENDED:
+    if known is None or run.options.recreate:
+        return known
+    if known.get("status") in JOB_ENDED:
         raise RunExists(
             f"The driver {run.name} has ended as {known['status']}.", "--recreate submits it again."
         )
-    elif known is not None and not run.options.resume:
+    if not run.options.resume:
         raise RunExists(
             f"The driver {run.name} is {known.get('status')}.",
             "--resume waits for it; --recreate submits it again.",
         )
+    return known
+
+
+def _submit(run: ClusterRun, dashboard: RayDashboard) -> None:
+    if _find_driver(run, dashboard) is not None and run.options.recreate:
+        dashboard.delete_job(run.name)
     environment = make_runtime_env(run.infra)
     if run.infra.launch.code.source == "upload":
         environment["working_dir"] = upload(dashboard, Path(run.infra.launch.code.path))

@@ -54,8 +54,8 @@ class RunMark:
         Raises:
             RunExists: another command has it, and `take_over` is not asked for.
         """
-        self.take(take_over=take_over, report=report)
         try:
+            self.take(take_over=take_over, report=report)
             yield
         except BaseException:
             with contextlib.suppress(RollwayError):
@@ -149,7 +149,7 @@ class RunMark:
                 self._cluster.delete(CONFIG_MAP, self._name, uid=uid, resource_version=version)
 
     def release(self) -> None:
-        with contextlib.suppress(RunTaken):
+        with contextlib.suppress(RollwayError):  # what it was held for is done
             self._write("", self._owners or [])
 
     def _create(self) -> None:

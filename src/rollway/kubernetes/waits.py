@@ -68,6 +68,7 @@ def wait_for(
             raise make_deleted_error(kind, name)
         if live is not None and (value := decide(live)) is not None:
             return value
+        cluster.check_fence()
         if not deadline.pause():
             break
     raise ClusterError(
@@ -123,6 +124,7 @@ def wait_for_deployments(cluster: Cluster, run: str, names: Sequence[str], timeo
         reasons = {name: reason for name in names if (reason := explain_deployment(live[name]))}
         if not reasons:
             return
+        cluster.check_fence()
         if not deadline.pause():
             break
     shown = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
@@ -149,6 +151,7 @@ def wait_for_answer(cluster: Cluster, service: str, health: HealthSpec) -> None:
         status, _ = cluster.ask_service(service, health.port, health.path)
         if status < 500:
             return
+        cluster.check_fence()
         if not deadline.pause():
             break
     raise ClusterError(

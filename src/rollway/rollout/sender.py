@@ -425,13 +425,13 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def check_prompt(prompt_ids: Sequence[int]) -> list[int]:
-    """Return the ids as plain ints for JSON; items of tensors and arrays are whole numbers too."""
+    """Return the ids as plain ints for JSON; items of integer tensors and arrays are ints too."""
     if isinstance(prompt_ids, str | bytes | bytearray):
         raise UsageError("A prompt is a list of token ids, not text.")
     try:
         ids = array("I", prompt_ids).tolist()
     except (TypeError, OverflowError) as error:
-        raise UsageError("A prompt token id is negative or not a whole number.") from error
+        raise UsageError("A prompt token id is not an int from 0 to 2**32 - 1.") from error
     if not ids:
         raise UsageError("The prompt has no token.", "Give at least one token id.")
     return ids

@@ -6,7 +6,9 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +96,24 @@ def test_a_package_without_a_checkout_says_where_the_programs_are(
     printed = capsys.readouterr()
     assert json.loads(printed.out)["error"] == "UsageError"
     assert "Clone https://github.com/rollway/rollway" in printed.err
+
+
+@pytest.mark.parametrize(("end", "code"), [(None, 1), (KeyboardInterrupt(), 0), (OSError(), 1)])
+def test_a_stack_in_the_foreground_is_stopped_however_its_command_ends(
+    monkeypatch: pytest.MonkeyPatch, end: BaseException | None, code: int
+) -> None:
+    def watch(_: object) -> Iterator[StackState]:
+        if end is not None:
+            raise end
+        yield from ()
+
+    stops: list[object] = []
+    started = SimpleNamespace(state=None, directory=None, stop=stops.append)
+    monkeypatch.setattr(stack.local, "start", lambda *_: started)
+    monkeypatch.setattr(stack.local, "watch_state", watch)
+    monkeypatch.setattr(stack, "print_ready", lambda *_: None)
+    assert main(["up", "--foreground", "--model", "org/m"]) == code
+    assert len(stops) == 1
 
 
 @pytest.mark.parametrize(

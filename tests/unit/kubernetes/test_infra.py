@@ -103,6 +103,29 @@ def test_bad_input_is_named_with_its_path(data: dict[str, Any], message: str) ->
         parse_infra({"name": "math", **data})
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("launch: python t.py", "`launch`: .*got 'python t.py'"),
+        ("launch: [a]", "`launch`: "),
+        ("dynamo: x", "`dynamo`: .*got 'x'"),
+        ("dynamo: [a]", "`dynamo`: "),
+        ("a: 1\n---\nb: 2", "has 2 YAML documents"),
+        ("", "is not a mapping of fields"),
+    ],
+)
+def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "infra.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=message):
+        load_infra(infra=file)
+
+
+def test_an_override_of_another_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="`launch`: "):
+        load_infra(infra=write(tmp_path / "infra.yaml", SMALL), overrides=["launch=x"])
+
+
 def test_two_volumes_have_two_places() -> None:
     volume = {"hostPath": "/a", "mountPath": "/data"}
     with pytest.raises(SpecError, match="one `mountPath`"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -15,13 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.errors import ClusterError, Conflict, RunExists, RunTaken
+from rollway.kubernetes import gates
 from rollway.kubernetes.client import Cluster
-from rollway.kubernetes.manifests import Manifests
-from rollway.kubernetes.objects import CONFIG_MAP, DGD, RAYJOB, RUN_LABEL
+from rollway.kubernetes.manifests import Manifests, render_all
+from rollway.kubernetes.objects import CONFIG_MAP, DGD, RAYCLUSTER, RAYJOB, RUN_LABEL
+from rollway.kubernetes.run import start_run
 from rollway.kubernetes.run_mark import RunMark, take_mark
 from rollway.kubernetes.steps import ClusterRun, RunOptions
 from rollway.kubernetes.teardown import delete_objects, take_down
-from tests.unit.kubernetes.objects import make_infra
+from rollway.kubernetes.waits import Deadline, wait_for
+from tests.unit.kubernetes.objects import CLUSTER, make_infra
 
 COMMANDS = 3
 OWNER = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": "math", "uid": "u"}}
@@ -35,6 +39,8 @@ class StubServer:
         self.served: set[Any] = set()
         self.in_cluster = False
         self.objects: dict[tuple[Any, str], Any] = {}
+        self.writes: set[Any] = set()
+        """The kinds of objects that were written."""
         self._versions = itertools.count(1)
 
     @property
@@ -45,6 +51,7 @@ class StubServer:
         if asked.verb == "list":
             items = [body for (kind, _), body in self.objects.items() if kind == asked.kind]
             return {"items": items}
+        self.writes |= {asked.kind} if method != "GET" else set()
         key = (asked.kind, asked.name)
         live = self.objects.get(key)
         if method == "POST":
@@ -78,7 +85,8 @@ def make_mark(server: StubServer) -> RunMark:
 
 def add_object(server: StubServer, kind: Any, name: str) -> None:
     metadata = {"name": name, "labels": {RUN_LABEL: "math"}}
-    make_cluster(server).create(kind, {"metadata": metadata, "spec": {}})
+    body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "spec": {}}
+    make_cluster(server).create(kind, body)
 
 
 def take(mark: RunMark, *, take_over: bool = False) -> None:
@@ -185,12 +193,93 @@ def test_a_refused_command_leaves_the_mark_as_it_was() -> None:
             raise RunExists("The RayJob of the run is there.")
 
 
+@pytest.mark.parametrize("status", ["RUNNING", "SUCCEEDED"])
+def test_a_second_run_changes_nothing_in_a_cluster_that_stays(
+    monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """Its driver was submitted, so nobody has the mark; the second infra file differs."""
+    server = StubServer()
+    start(make_mark(server))
+    add_object(server, RAYCLUSTER, "math")
+    server.objects[RAYCLUSTER, "math"]["status"] = {"state": "ready"}
+    answer = 200, json.dumps({"status": status}).encode()
+    monkeypatch.setattr(Cluster, "ask_service", lambda *_, **__: answer)
+    monkeypatch.setattr(Cluster, "find_drift", lambda *_: ())
+    owners = server.mark["metadata"]["ownerReferences"]
+    infra = make_infra(launch={"mode": "raycluster"}, kuberay={"gym": {"spec": CLUSTER}})
+    server.writes.clear()
+    with pytest.raises(RunExists, match=f"driver math (is|has ended as) {status}"):
+        start_run(make_cluster(server), infra, render_all(infra), RunOptions())
+    assert server.writes == {CONFIG_MAP}
+    assert server.mark["metadata"]["ownerReferences"] == owners
+
+
 def test_a_command_that_made_nothing_leaves_no_mark() -> None:
     server = StubServer()
     hold = make_mark(server).hold(take_over=False, report=lambda _: None)
     with pytest.raises(KeyboardInterrupt), hold:
         raise KeyboardInterrupt
     assert server.mark is None
+
+
+def test_a_command_that_is_interrupted_while_it_takes_the_mark_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, create = StubServer(), Cluster.create
+
+    def interrupt(*arguments: Any) -> None:
+        create(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Cluster, "create", interrupt)
+    hold = make_mark(server).hold(take_over=False, report=lambda _: None)
+    with pytest.raises(KeyboardInterrupt), hold:
+        pass
+    assert server.mark is None
+
+
+def test_a_run_that_is_started_is_no_failure_if_its_mark_cannot_be_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = StubServer()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ClusterError("The API server does not answer.")
+
+    with make_mark(server).hold(take_over=False, report=lambda _: None):
+        monkeypatch.setattr(server, "ask", fail)
+
+
+def test_who_is_overtaken_waits_no_longer() -> None:
+    server = StubServer()
+    first, second = make_mark(server), make_mark(server)
+    take(first)
+    add_object(server, RAYJOB, "math")
+    add_object(server, DGD, "policy")
+    take(second, take_over=True)
+    fenced = make_cluster(server).add_fence(first.check)
+    with pytest.raises(RunTaken):
+        wait_for(fenced, RAYJOB, "math", lambda _: None, timeout=5, what="did not end")
+    with pytest.raises(RunTaken):
+        gates.wait_until_ready(fenced, [server.objects[DGD, "policy"]], timeout=5)
+
+
+def test_the_end_of_a_job_is_awaited_without_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = StubServer()
+    add_object(server, RAYJOB, "math")
+    add_object(server, RAYCLUSTER, "math-1")
+    status = {"jobStatus": "RUNNING", "rayClusterName": "math-1"}
+    server.objects[RAYJOB, "math"]["status"] = status
+
+    def end(_: Deadline) -> bool:
+        status["jobDeploymentStatus"] = "Complete"
+        return True
+
+    monkeypatch.setattr(Deadline, "pause", end)
+    monkeypatch.setattr(Cluster, "find_drift", lambda *_: ())
+    infra = make_infra()
+    result = start_run(make_cluster(server), infra, render_all(infra), RunOptions(resume=True))
+    assert result.state == "Complete"
 
 
 @pytest.mark.parametrize("is_down", [True, False])

@@ -180,6 +180,9 @@ def test_prompts_become_plain_ints() -> None:
     numpy = pytest.importorskip("numpy")
     assert check_prompt(numpy.array([1, 2])) == [1, 2]
     assert [type(token) for token in check_prompt(numpy.array([1, 2]))] == [int, int]
-    for wrong in ([], [-1], [1.5]):
-        with pytest.raises(UsageError):
+    assert check_prompt([numpy.int64(1), numpy.uint32(2)]) == [1, 2]
+    with pytest.raises(UsageError, match="has no token"):
+        check_prompt([])
+    for wrong in ([-1], [1.5], [5.0], ["5"], [2**32], numpy.array([5.0])):
+        with pytest.raises(UsageError, match=r"not an int from 0 to 2\*\*32 - 1"):
             check_prompt(wrong)

@@ -26,7 +26,7 @@ from rollway.stack.state import WAITS_FOR_REPLICA, StackState
 
 RETRY_SECONDS = 5.0
 NODE_SECONDS = 60.0
-"""How long a node may neither run a new Keeper nor be dead."""
+"""How long a node may have no Keeper that answers, or no new one, and not be dead."""
 _RANK_SECONDS = 1.0
 
 
@@ -118,7 +118,9 @@ class Healing:
         keeper = self.parts.keepers.get(node)
         if keeper is not None:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(self.parts.examine(node, keeper), 10.0)
+                # Not `examine`, which ends a Keeper: this one may run other parts, which are well.
+                asked = cluster.outlast(keeper.read_states.remote)
+                await asyncio.wait_for(asked, NODE_SECONDS)
                 return True
         attempt = asyncio.ensure_future(self.parts.create_keeper(node))
         deadline = time.monotonic() + NODE_SECONDS

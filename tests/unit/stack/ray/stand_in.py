@@ -251,6 +251,7 @@ class FakeKeeper:
 
     async def stop_part(self, name: str) -> None:
         self._ray.running.pop(name, None)
+        self._stacks[name].set()
 
     async def stop(self) -> None:
         for name in list(self._stacks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from tests.unit.stack.ray.stand_in import StandIn, node_id
 from tests.waiting import settle, wait_until_async
@@ -79,6 +80,32 @@ async def test_a_killed_keeper_is_followed_by_another_on_its_node(
     await wait_until_async(lambda: len(ray.running) == 2)
     assert ray.steps[-2:] == ["keeper on node 1", "part 2 on node 1"]
     assert set(ray.groups) == groups  # its resources were held all the time
+    await run.head.stop.remote()
+    await run.wait_until_over()
+    assert ray.left() == {}
+
+
+async def test_a_part_that_ends_is_healed_by_the_keeper_that_runs_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither a failed look at the node nor a broken connection is a reason to kill it."""
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+    await run.head.wait_until_ready.remote()
+    keeper, answers = ray.keeper(1), iter([ActorUnavailableError("connection reset", None)])
+
+    async def read_states() -> list[object]:
+        for error in answers:
+            raise error
+        return []
+
+    monkeypatch.setattr(keeper.object, "read_states", read_states)
+    ray.problems[node_id(1)] = "Dynamo is not installed.", "Install it."
+    (ended,) = (name for name, k in ray.running.items() if k is keeper)
+    await keeper.object.stop_part(ended)
+    await wait_until_async(lambda: len(ray.running) == 2)
+    assert ray.keeper(1) is keeper
+    assert ray.steps[len(STEPS) :] == ["part 2 on node 1"]
     await run.head.stop.remote()
     await run.wait_until_over()
     assert ray.left() == {}
