@@ -23,6 +23,7 @@ from rollway.gateway import store as store_module
 from rollway.gateway.replies import explain
 from rollway.gateway.store import Store, StoreDamaged, StoreFull
 from rollway.gateway.turns import Turn
+from rollway.observe.dash.conversations import Conversations
 from tests.security.small_disk import fill, remount
 from tests.security.stores import copy_as_killed, list_ids, make_turn, read_files, record
 from tests.waiting import wait_until_async
@@ -636,7 +637,7 @@ async def test_tables_of_another_program_are_refused(path: Path, statements: str
     before = path.read_bytes()
     with pytest.raises(StoreDamaged, match="tables are not those of a gateway"):
         Store(path)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == before and Conversations(path).list_sessions()["sessions"] == []
     assert list(path.parent.iterdir()) == [path]
 
 
