@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from rollway.errors import RolloutError, UsageError
+from rollway.errors import RolloutError, RollwayError, UsageError
 from rollway.gateway import store as store_module
+from rollway.gateway.replies import explain
 from rollway.gateway.store import Store, StoreDamaged, StoreFull
 from rollway.gateway.turns import Turn
+from rollway.observe.dash.conversations import Conversations
 from tests.security.small_disk import fill, remount
 from tests.security.stores import copy_as_killed, list_ids, make_turn, read_files, record
 from tests.waiting import wait_until_async
@@ -128,6 +132,28 @@ async def test_a_reader_only_delays_the_erasure(path: Path) -> None:
     store.close()
 
 
+async def test_a_closing_store_waits_for_a_reader_and_leaves_no_timer(path: Path) -> None:
+    store = Store(path)
+    await record(store, make_turn("secret"))
+    reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM turns").fetchall()
+    await store.delete("secret")
+    threading.Timer(0.3, reader.close).start()
+    store.close()
+    assert b"secret" not in read_files(path)
+    assert store._eraser is None or store._eraser.finished.is_set()
+
+
+async def test_a_second_close_closes_nothing_else(path: Path) -> None:
+    store = Store(path)
+    store.close()
+    other = os.open(path, os.O_RDONLY)  # it has the number that the store's file had
+    store.close()
+    os.fstat(other)
+    os.close(other)
+
+
 async def test_the_log_of_a_busy_gateway_stays_small(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +252,70 @@ async def test_a_read_only_disk_serves_recorded_turns(small_disk: Path, ended: b
     again.close()
 
 
+async def test_a_gateway_that_started_on_a_full_disk_restarts_on_one_after_a_kill(
+    small_disk: Path,
+) -> None:
+    path = small_disk / "gateway.sqlite"
+    store = Store(path)
+    await record(store, make_turn("s", model="a first turn"))
+    store.close()
+    filler = fill(small_disk)
+    store = Store(path)
+    filler.unlink()
+    assert await record(store, make_turn("s"))
+    reader = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=0)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):  # and it disturbs nothing
+        reader.execute("SELECT * FROM turns")
+    reader.close()
+    assert await record(store, make_turn("s"))
+    known, killed = await list_ids(store, "s"), copy_as_killed(path)
+    store.close()
+    for file in killed.parent.iterdir():
+        shutil.copy(file, small_disk)
+    filler = fill(small_disk)
+    # One that is refused stays as it is there, too.
+    whole = path.read_bytes()
+    with path.open("r+b") as opened:
+        opened.write(whole.replace(b"a first turn", b"another turn"))
+    log = path.with_name(f"{path.name}-wal")
+    before = path.read_bytes(), log.read_bytes()
+    with pytest.raises(StoreDamaged):
+        Store(path)
+    assert (path.read_bytes(), log.read_bytes()) == before
+    with path.open("r+b") as opened:
+        opened.write(whole)
+    store = Store(path)
+    assert await list_ids(store, "s") == known and len(known) == 3
+    with pytest.raises(StoreFull, match="disk is full"):
+        for _ in range(100):
+            await record(store, make_turn("s"))
+    filler.unlink()
+    assert await record(store, make_turn("s"))
+    store.close()
+
+
+async def test_a_log_that_cannot_be_emptied_is_reported_only_after_a_delete(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = small_disk / "gateway.sqlite"
+    store = Store(path)
+    await record(store, make_turn("s"))
+    store.close()
+    remount(small_disk, "ro")
+    try:
+        store = Store(path, erase_within=0.02)
+        await asyncio.sleep(0.2)
+        store.close()
+        assert not caplog.records
+    finally:
+        remount(small_disk, "rw")
+    store = Store(path, erase_within=0.02)
+    await store.delete("s")
+    path.rename(path.with_name("moved"))
+    await wait_until_async(lambda: "is not erased yet" in caplog.text)
+    store.close()
+
+
 async def test_a_full_disk_keeps_only_acknowledged_turns_of_those_waiting(small_disk: Path) -> None:
     """Turns that wait for the disk share a commit: all of them count, or none."""
     path = small_disk / "gateway.sqlite"
@@ -252,6 +342,89 @@ async def test_removing_the_file_is_detected_before_a_turn_is_acknowledged(
     path.unlink()
     with pytest.raises(StoreFull, match="removed it"):
         await record(store, make_turn("s"))
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+async def test_moving_a_file_is_detected_before_a_turn_is_acknowledged(
+    store: Store, path: Path, suffix: str
+) -> None:
+    await record(store, make_turn("s"))
+    file, elsewhere = path.with_name(path.name + suffix), path.with_name("elsewhere")
+    file.rename(elsewhere)
+    for write in (record(store, make_turn("s")), store.delete("s")):
+        with pytest.raises(StoreFull, match="moved or removed it"):
+            await write
+    elsewhere.rename(file)
+    assert await record(store, make_turn("s")) and store.sessions == {"s": 2}
+
+
+async def test_a_removed_log_costs_no_turn_when_the_gateway_ends(path: Path) -> None:
+    store = Store(path)
+    await record(store, make_turn("s"))
+    path.with_name(f"{path.name}-wal").unlink()
+    with pytest.raises(StoreFull, match="moved or removed it"):
+        await record(store, make_turn("s"))
+    store.close()
+    store = Store(path)
+    assert store.sessions == {"s": 1}
+    store.close()
+
+
+async def test_a_gateway_whose_file_was_moved_takes_nothing_from_the_next_one(path: Path) -> None:
+    """SQLite finds the log by its path: both would write to one."""
+    first = Store(path, erase_within=0.02)
+    await record(first, make_turn("a"))
+    await first.delete("a")
+    await record(first, make_turn("b"))
+    first._submit(first._empty_log).result()
+    path.rename(path.with_name("moved"))
+    second = Store(path)
+    await record(second, make_turn("c"))
+    first._submit(first._empty_log).result()
+    with pytest.raises(StoreFull, match="moved or removed it"):
+        await record(first, make_turn("b"))
+    await record(second, make_turn("c"))
+    first.close()
+    await record(second, make_turn("c"))
+    killed = copy_as_killed(path)
+    second.close()
+    for file, sessions in (path, {"c": 3}), (killed, {"c": 3}), (path.with_name("moved"), {"b": 1}):
+        store = Store(file)
+        assert store.sessions == sessions
+        store.close()
+
+
+class FailingDatabase:
+    """A database whose disk fails at a commit."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self.database = database
+
+    def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+        if statement == "COMMIT":
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+            raise error
+        return self.database.execute(statement, *values)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+async def test_a_turn_that_cannot_be_synced_is_refused(
+    path: Path, sync: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(path, sync=sync)
+    await record(store, make_turn("known"))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_db", FailingDatabase(store._db))
+        for write in (record(store, make_turn("s")), store.delete("known")):
+            with pytest.raises(StoreFull, match="disk I/O error"):
+                await write
+    assert store.sessions == {"known": 1} and not (await store.open("s")).turns
+    assert await record(store, make_turn("s"))
+    again = Store(copy_as_killed(path))
+    assert again.sessions == store.sessions == {"known": 1, "s": 1}
+    again.close()
+    store.close()
 
 
 # --- damaged and foreign files -------------------------------------------------------------------
@@ -435,6 +608,81 @@ def test_a_store_of_another_version_or_program_is_refused(
     assert list(path.parent.iterdir()) == [path]
 
 
+_ENDLESS = """
+DROP TABLE turns;
+CREATE VIEW turns AS WITH RECURSIVE c (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c)
+SELECT n AS number, 1 AS session, 1 AS tokens, 0 AS forked, 0 AS version, 0 AS crc, x'' AS turn
+FROM c
+"""
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        _ENDLESS,
+        "CREATE TRIGGER t AFTER INSERT ON turns BEGIN DELETE FROM turns; END",
+        "CREATE TABLE more (a)",
+        "DROP INDEX by_session",
+        "ALTER TABLE sessions ADD COLUMN a",
+    ],
+)
+async def test_tables_of_another_program_are_refused(path: Path, statements: str) -> None:
+    """A view may never end, and a trigger may delete what was acknowledged."""
+    store = Store(path)
+    await record(store, make_turn("s"))
+    store.close()
+    other = sqlite3.connect(path)
+    other.executescript(statements)
+    other.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreDamaged, match="tables are not those of a gateway"):
+        Store(path)
+    assert path.read_bytes() == before and Conversations(path).list_sessions()["sessions"] == []
+    assert list(path.parent.iterdir()) == [path]
+
+
+async def test_a_file_that_is_damaged_meanwhile_is_not_called_a_full_disk(path: Path) -> None:
+    store = Store(path)
+    for _ in range(50):
+        await record(store, make_turn("s", model="x" * 3000))
+    store.close()
+    store = Store(path)
+    os.truncate(path, 20_000)
+    for work in (store.find("s"), record(store, make_turn("new"))):
+        with pytest.raises(StoreDamaged, match="malformed") as error:
+            await work
+    assert "remove its -wal" in error.value.hint
+    store.close()
+
+
+async def test_a_store_that_cannot_be_read_is_no_fault_of_the_request(path: Path) -> None:
+    store = Store(path)
+    await record(store, make_turn("s"))
+    store.close()
+    store = Store(path)
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("ALTER TABLE turns RENAME TO others")
+    with pytest.raises(RollwayError, match=r"cannot be read: no such table") as error:
+        await store.find("s")
+    assert explain(error.value)[0] == 502
+    store.close()
+
+
+async def test_a_copy_in_another_mode_is_written_ahead_again(path: Path) -> None:
+    """Without the log, a reader would refuse the turns that arrive while it reads."""
+    store, copy = Store(path), path.with_name("copy.sqlite")
+    await record(store, make_turn("s"))
+    store._db.execute("VACUUM INTO ?", (str(copy),))
+    store.close()
+    store = Store(copy)
+    with closing(sqlite3.connect(copy, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM turns").fetchall()
+        assert await record(store, make_turn("s"))
+    assert copy.with_name("copy.sqlite-wal").stat().st_size
+    store.close()
+
+
 def test_an_old_journal_is_refused(tmp_path: Path) -> None:
     old = tmp_path / "stack.jsonl"
     entry = b'{"sum":"5f1c9a0e","entry":{"type":"turn"}}\n'
@@ -466,6 +714,16 @@ async def test_other_users_cannot_read_the_store(tmp_path: Path) -> None:
     path.chmod(0o644)
     Store(path).close()
     assert path.stat().st_mode & 0o777 == 0o600
+    # One that a user has copied after a kill has a log, too.
+    store = Store(path)
+    await record(store, make_turn("s"))
+    killed = copy_as_killed(path)
+    store.close()
+    for file in killed.parent.iterdir():
+        file.chmod(0o644)
+    store = Store(killed)
+    assert {file.stat().st_mode & 0o777 for file in killed.parent.iterdir()} == {0o600}
+    store.close()
 
 
 def test_pipes_links_files_of_others_and_shared_directories_are_refused(tmp_path: Path) -> None:
@@ -515,6 +773,54 @@ async def test_turns_at_the_same_time_share_a_commit_and_keep_their_order(path: 
     for name in names[1:]:
         assert (await again.open(name)).count_trajectories() == 1
     again.close()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+async def test_a_delete_between_turns_that_wait_ends_their_session(path: Path, sync: bool) -> None:
+    store, may_begin = Store(path, sync=sync), threading.Event()
+    await record(store, make_turn("s"))
+    store._thread.submit(may_begin.wait)
+    session = await store.open("s")
+    long = {"token_ids": [1] * 30_000, "logprobs": [-0.5] * 30_000}
+    answers = asyncio.gather(
+        store.record(session, [make_turn("s", **long)]),
+        store.delete("s"),
+        store.record(session, [make_turn("s", **long)]),
+    )
+    await asyncio.sleep(0)
+    may_begin.set()
+    assert (await answers)[:2] == [True, True] and session.gone and store.sessions == {}
+    assert not await store.record(session, [make_turn("s")])
+    again = Store(copy_as_killed(path))
+    assert again.sessions == {}
+    again.close()
+    store.close()
+
+
+async def test_another_program_that_writes_does_not_stop_the_event_loop(
+    store: Store, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_BUSY_MS", 60_000)
+    await record(store, make_turn("s"))
+    await wait_until_async(lambda: not store._jobs)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        turn = asyncio.create_task(record(store, make_turn("s")))
+        await asyncio.sleep(0.1)
+        other.execute("ROLLBACK")
+        assert await turn
+
+
+async def test_a_machine_without_a_free_thread_records_and_deletes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert await record(store, make_turn("s", token_ids=[1] * 30_000, logprobs=[-0.5] * 30_000))
+    assert await store.delete("s") and store.sessions == {}
+    assert await record(store, make_turn("s")) and not await store.delete("other")
 
 
 async def test_only_recent_sessions_are_in_memory(
@@ -617,3 +923,26 @@ async def test_an_unexpected_failure_hangs_no_request(
             async with asyncio.timeout(30):
                 await record(store, make_turn("s"))
     assert await record(store, make_turn("s"))
+
+
+async def test_turns_after_damage_in_the_log_are_not_dropped_in_silence(path: Path) -> None:
+    """SQLite takes the log until the first wrong checksum, as if a kill had cut it off there."""
+    store = Store(path)
+    for _ in range(4):
+        await record(store, make_turn("s"))
+    copy = copy_as_killed(path)
+    log = copy.with_name(f"{copy.name}-wal")
+    content = bytearray(log.read_bytes())
+    for place in (20, len(content) // 2):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        log.write_bytes(damaged)
+        before = read_files(copy)
+        with pytest.raises(StoreDamaged, match="wrong checksum"):
+            Store(copy)
+        assert read_files(copy) == before
+    log.write_bytes(content[:-500])  # the last commit was cut off
+    cut = Store(copy)
+    assert cut.sessions == {"s": 3}
+    cut.close()
+    store.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Coroutine
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -17,13 +19,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rollway.errors import UsageError
+from rollway.errors import RollwayError
 from rollway.gateway.store import Store, StoreDamaged
 from rollway.gateway.turns import Session, Turn
 from tests.security.stores import copy_as_killed, make_turn, read_files
 from tests.soak import examples
 
 T = TypeVar("T")
+_FOREIGN = [
+    "CREATE TABLE more (a)",
+    "CREATE VIEW shown AS SELECT * FROM turns",
+    "CREATE TRIGGER t BEFORE DELETE ON turns BEGIN SELECT RAISE (IGNORE); END",
+    "DROP INDEX by_session",
+]
 _NAMES = st.sampled_from(["session a", "session b", "session c"])
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOT = str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
@@ -45,6 +53,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp(dir=_ROOT))
         self.path = self.directory / "store" / "gateway.sqlite"
         self.known: dict[str, Known] = {}
+        self.ever: dict[str, Known] = {}
+        """With those that were deleted."""
+        self.before_last: dict[str, Known] = {}
+        """Before the last commit."""
         self.held: list[Session] = []
         self.numbers = count(1)  # deterministic in every run
         self.loop = asyncio.new_event_loop()
@@ -76,6 +88,8 @@ class StoreMachine(RuleBasedStateMachine):
     def delete(self, name: str) -> None:
         ours = [key for key, known in self.known.items() if known.session == name]
         assert self.run(self.store.delete(name)) or not ours
+        if ours:
+            self.before_last = dict(self.known)
         for key in ours:
             del self.known[key]
 
@@ -95,26 +109,43 @@ class StoreMachine(RuleBasedStateMachine):
         assert not any(name.encode() in content for name in deleted)
         self._start()
 
-    @rule(place=st.integers(0), byte=st.integers(0, 255))
-    def damage(self, place: int, byte: int) -> None:
-        """Change a byte of a copy: it is refused, or nothing is different."""
-        copy = copy_as_killed(self.path).with_name("gateway.sqlite")
-        content = bytearray(copy.read_bytes())
-        content[place % len(content)] = byte
-        copy.write_bytes(content)
+    @rule(suffix=st.sampled_from(["", "-wal"]), place=st.integers(0), byte=st.integers(0, 255))
+    def damage(self, suffix: str, place: int, byte: int) -> None:
+        """Change a byte of a copy: it is refused, or no turn is different. What the log's last
+        commit changed may be missing, as if a kill had cut it off."""
+        copy = copy_as_killed(self.path)
+        file = copy.with_name(f"gateway.sqlite{suffix}")
+        content = bytearray(file.read_bytes())
+        if content:
+            content[place % len(content)] = byte
+        file.write_bytes(content)
+        before = copy.read_bytes()
         try:
             store = Store(copy)
-        except (UsageError, StoreDamaged):
-            assert copy.read_bytes() == content
+        except RollwayError:
+            assert copy.read_bytes() == before and file.read_bytes() == content
             return
+        turns: dict[str, Turn] = {}
         try:
             for name in store.sessions:
-                for turn in self.run(store.open(name)).turns:
-                    assert turn.token_ids[-1] == self.known[turn.id].tokens[-1]
+                turns |= {turn.id: turn for turn in self.run(store.open(name)).turns}
+            assert turns.keys() in (self.known.keys(), self.before_last.keys() if suffix else ())
+            for turn in turns.values():
+                assert turn.session == self.ever[turn.id].session
+                assert turn.token_ids[-1] == self.ever[turn.id].tokens[-1]
         except StoreDamaged:
             pass
         finally:
             store.close()
+
+    @rule(statement=st.sampled_from(_FOREIGN))
+    def add_foreign(self, statement: str) -> None:
+        """Add what no gateway has to a copy: it is refused, whatever is in its log."""
+        copy = copy_as_killed(self.path)
+        with closing(sqlite3.connect(copy)) as other:
+            other.execute(statement)
+        with pytest.raises(StoreDamaged, match="tables"):
+            Store(copy)
 
     def _make_turn(self, session: str, parent: str | None, size: int) -> Turn:
         number = next(self.numbers)
@@ -129,8 +160,9 @@ class StoreMachine(RuleBasedStateMachine):
         was_gone = session.gone
         assert self.run(self.store.record(session, [new])) is not was_gone
         if not was_gone:
+            self.before_last = dict(self.known)
             tokens = [*before, *new.new_ids, *new.token_ids]
-            self.known[new.id] = Known(session.name, tokens)
+            self.known[new.id] = self.ever[new.id] = Known(session.name, tokens)
 
     def _start(self) -> None:
         self.held.clear()

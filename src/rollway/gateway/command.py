@@ -147,7 +147,7 @@ async def create_gateway(
 def tune_collector() -> None:
     """Exclude the objects that exist now from garbage collection, and collect less often.
 
-    A request creates thousands of objects but hardly any cycles, and recorded turns stay in memory.
+    A request creates thousands of objects but hardly any cycles, and sessions stay in memory.
     Collections freed nothing and took a tenth of the time of a request."""
     gc.collect()
     gc.freeze()

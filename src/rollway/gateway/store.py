@@ -21,6 +21,7 @@ import logging
 import os
 import sqlite3
 import stat
+import struct
 import threading
 import zlib
 from collections import Counter, OrderedDict
@@ -47,38 +48,42 @@ VERSION = 1
 # The filler takes all that a row has in such a page, so names and turns are in pages of their own
 # (overflow pages), which are freed with them. The other columns are for who lists sessions.
 _PAGE = 1024
-_SCHEMA = f"""
+_TABLES = """\
 CREATE TABLE sessions (id INTEGER PRIMARY KEY, filler BLOB NOT NULL, name TEXT NOT NULL);
 CREATE TABLE turns (
     number INTEGER PRIMARY KEY, session INTEGER NOT NULL, tokens INTEGER NOT NULL,
     forked INTEGER NOT NULL, version INTEGER, crc INTEGER NOT NULL, filler BLOB NOT NULL,
     turn BLOB NOT NULL
 );
-CREATE INDEX by_session ON turns (session);
-PRAGMA application_id = {_APPLICATION};
-PRAGMA user_version = {VERSION};
-"""
+CREATE INDEX by_session ON turns (session)"""
+_NAMES = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {VERSION}"
 _INSERT_SESSION = f"INSERT INTO sessions (filler, name) VALUES (zeroblob({_PAGE}), ?)"
 _INSERT_TURN = f"""
 INSERT INTO turns (session, tokens, forked, version, crc, filler, turn)
 VALUES (?, ?, ?, ?, ?, zeroblob({_PAGE}), ?)
 """
 _ERASE_SECONDS = 60.0
-_LOG_BYTES = 2**22
+_LOG_HEADER, _LOG_BYTES = 32, 2**22
 """The size at which the write-ahead log is emptied. That waits for the disk twice."""
 _MANY_IDS, _IDS_PER_ROW = 20_000, 100
 """Turns with more token ids are written in the thread: that takes milliseconds. Each turn costs as
 much as some ids do."""
-_BUSY_MS = 100
-"""How long a commit waits for another program that has locked the file."""
+_BUSY_MS, _LAST_BUSY_MS = 100, 5_000
+"""How long the thread, and the end of the gateway, wait for programs that use the file. The event
+loop waits for nobody."""
 _LARGE = 2**28
 """The size from which a start says that it checks the file: a slow disk takes a minute."""
 _RECENT = 1024
 """How many sessions stay in memory."""
 _MOST_REASONS = 32
 
-_DAMAGE = (sqlite3.DatabaseError, ValueError, TypeError, KeyError)
+DAMAGE = (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError)
 """What reading a damaged file may raise."""
+_HINTS = {
+    0: "Put it back, or restart the gateway.",
+    sqlite3.SQLITE_BUSY: "Another program writes to it: try again.",
+    sqlite3.SQLITE_READONLY: "Restart the gateway when its disk can be written.",
+}
 
 _decoder = msgspec.msgpack.Decoder(Turn)
 
@@ -98,7 +103,8 @@ class StoreDamaged(RollwayError):
     def __init__(self, path: Path | None, reason: str) -> None:
         super().__init__(
             f"The store {path} is damaged: {reason}.",
-            "Restore a copy of it, or pass another file to --journal; this one stays as it is.",
+            "Restore a copy of it and remove its -wal, or pass another file to --journal; this one "
+            "stays as it is.",
         )
 
 
@@ -128,8 +134,11 @@ class Store:
         self._names = threading.Lock()  # guards these tables; held only briefly
         self._writing = threading.Lock()  # guards the database
         self._sync = sync
-        self._log = None if path is None else f"{path}-wal"
+        # The last is the log; -shm is its index.
+        self._paths = [] if path is None else [f"{path}-shm", str(path), f"{path}-wal"]
         self._is_emptying = False
+        self._has_deleted = False
+        """Whether the log still has the text of sessions that this process has deleted."""
         self._pending: list[tuple[Session, Sequence[Turn], Future[bool]]] = []
         """Turns that wait for the thread."""
         self._jobs: set[Future[Any]] = set()
@@ -140,24 +149,26 @@ class Store:
         try:
             with _explain(path):
                 if path is not None and _has_content(path):
+                    _check_log(path)
                     # Apart, and only to read: closing a connection that may write changes the file.
-                    with closing(_connect(path, "ro")) as db:
+                    with closing(connect(path, "ro", is_claimed=True)) as db:
                         self._ids, self.sessions = _check(db, path)
-                if self._file is not None:  # only now: a file that is refused keeps its mode
-                    with suppress(OSError):  # a read-only disk
-                        os.fchmod(self._file, 0o600)
-                self._db = _connect(path, "rw")
+                for file in self._paths:  # only now: a file that is refused keeps its mode
+                    with suppress(OSError):  # it is missing, or its disk is read-only
+                        Path(file).chmod(0o600)
+                self._db = connect(path, "rw", is_claimed=True)
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
                 self._db.execute("PRAGMA secure_delete = ON")
                 self._db.execute("PRAGMA wal_autocheckpoint = 0")
-                self._db.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
                 _create(self._db)
         except BaseException:
             if self._file is not None:
                 os.close(self._file)
             raise
+        self._files = [_stat(each)[:2] for each in self._paths]
         self._thread = ThreadPoolExecutor(1, "gateway-store")
-        self._empty_log()  # it may have sessions that a killed gateway had deleted
+        # It may have sessions that a killed gateway had deleted. The thread is started here, too.
+        self._submit(self._empty_log).result()
 
     async def open(self, name: str) -> Session:
         """Return the session to record into. It is listed once it has a turn."""
@@ -184,6 +195,8 @@ class Store:
                     return False
                 self._commit([(session, turns, [_encode(session, turn) for turn in turns])])
                 return True
+            except StoreFull:  # the thread tries again, and waits for other programs
+                pass
             finally:
                 self._writing.release()
         future: Future[bool] = Future()
@@ -196,36 +209,39 @@ class Store:
 
     async def delete(self, name: str) -> bool:
         """Delete a session; return False if there is none. Its text leaves the files soon."""
-        session = self._opened.get(name)
-        if session is not None and self._lock_now(session.turns):
-            try:
-                return self._delete(name)
-            finally:
-                self._writing.release()
         return await asyncio.wrap_future(self._submit(self._delete, name))
 
     def close(self) -> None:
         """Finish what was requested, erase deleted sessions, and release the file."""
         self._thread.shutdown()
+        with suppress(sqlite3.ProgrammingError):  # it is closed
+            self._db.execute(f"PRAGMA busy_timeout = {_LAST_BUSY_MS}")
+            self._empty_log()
         if self._eraser is not None:
             self._eraser.cancel()
-        self._empty_log()
         self._db.close()
-        if self._file is not None:
-            os.close(self._file)
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
     def _lock_now(self, turns: Sequence[Turn]) -> bool:
-        """Lock the database, if it is free and writing these turns takes little time."""
-        if self._sync or self._jobs or any(turn.routed_experts is not None for turn in turns):
+        """Lock the database, if it is free and writing these turns takes little time. The first
+        commit after the log was emptied waits for the disk."""
+        has_experts = any(turn.routed_experts is not None for turn in turns)
+        if self._sync or self._jobs or has_experts or not self._measure_log():
             return False
         ids = sum(_IDS_PER_ROW + len(turn.new_ids) + len(turn.token_ids) for turn in turns)
-        return ids <= _MANY_IDS and self._writing.acquire(blocking=False)
+        if ids > _MANY_IDS or not self._writing.acquire(blocking=False):
+            return False
+        self._db.execute("PRAGMA busy_timeout = 0")
+        return True
 
     def _submit(self, work: Callable[..., T], *arguments: str) -> Future[T]:
         """Run `work` in the thread, with the database locked."""
 
         def run() -> T:
             with self._writing:
+                self._db.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
                 return work(*arguments)
 
         job = self._thread.submit(run)
@@ -326,23 +342,24 @@ class Store:
                 ):
                     self._db.execute(query, (self._ids[name],))
             del self._ids[name]
-            self._schedule_erasure()
         with self._names:
             session = self._opened.pop(name, None)
             if session is not None:
                 session.gone = True
             self._recent.pop(name, None)
             self.sessions.pop(name, None)
+        if is_recorded:
+            self._has_deleted = True
+            self._schedule_erasure()
         return is_recorded or session is not None
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        if not self._is_emptying and self._is_log_long():
-            self._is_emptying = True
-            self._submit_erasure()
         try:
-            if self._file is not None and not os.fstat(self._file).st_nlink:
-                raise sqlite3.OperationalError("another program removed it; restart the gateway")
+            self._check_files()
+            if not self._is_emptying and self._measure_log() > _LOG_BYTES:
+                self._is_emptying = True
+                self._submit_erasure()
             self._db.execute("BEGIN IMMEDIATE")
             yield
             self._db.execute("COMMIT")
@@ -351,21 +368,30 @@ class Store:
                 self._db.execute("ROLLBACK")
             if not isinstance(error, sqlite3.Error):
                 raise
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code == sqlite3.SQLITE_CORRUPT:
+                raise StoreDamaged(self._name, str(error)) from error
             raise StoreFull(
                 f"Nothing was recorded: the store {self._name} cannot be written ({error}).",
-                "Free space on its disk. Only after a read-only disk, restart the gateway.",
+                _HINTS.get(code, "Free space on its disk."),
             ) from error
 
-    def _is_log_long(self) -> bool:
-        with suppress(FileNotFoundError):  # on a read-only disk
-            return self._log is not None and os.stat(self._log).st_size > _LOG_BYTES  # noqa: PTH116
-        return False
+    def _measure_log(self) -> int:
+        return _stat(self._paths[-1])[-1] if self._paths else 1
+
+    def _check_files(self) -> None:
+        """Raise if SQLite would write to files that are no longer at their paths: a restart would
+        not find the turns, or another gateway has the log, too."""
+        if [_stat(path)[:2] for path in self._paths] != self._files:
+            raise sqlite3.OperationalError("another program moved or removed it, or its -wal")
 
     def _schedule_erasure(self) -> None:
         if self._eraser is None:
-            self._eraser = threading.Timer(self._erase_within / 2, self._submit_erasure)
-            self._eraser.daemon = True
-            self._eraser.start()
+            eraser = threading.Timer(self._erase_within / 2, self._submit_erasure)
+            eraser.daemon = True
+            with suppress(RuntimeError):  # no thread can be started: the next delete tries again
+                eraser.start()
+                self._eraser = eraser
 
     def _submit_erasure(self) -> None:
         self._eraser = None
@@ -376,11 +402,14 @@ class Store:
         """Move the write-ahead log into the file. It still has the text of deleted sessions, which
         `secure_delete` overwrites in the file."""
         try:
+            self._check_files()
             is_busy = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         except sqlite3.Error as error:
-            log.warning("The text of deleted sessions is not erased yet: %s", error)
+            if self._has_deleted:
+                log.warning("The text of deleted sessions is not erased yet: %s", error)
             is_busy = True
         self._is_emptying = bool(is_busy)
+        self._has_deleted &= self._is_emptying
         if is_busy:  # a reader is at work, or the disk is full
             self._schedule_erasure()
 
@@ -409,7 +438,8 @@ def _encode(session: Session, turn: Turn) -> _Row:
 
 def _claim(path: Path) -> int:
     """Create the file if it is missing, and lock it; return its descriptor. Nobody else may read
-    the files, or put others in their place."""
+    the files, nor put others in their place, unless the directory is theirs, or is their group's
+    and lets it write."""
     try:
         for directory in [each for each in reversed(path.parents) if not each.exists()]:
             directory.mkdir(mode=0o700)
@@ -452,11 +482,46 @@ def _has_content(path: Path) -> bool:
     return size > 0
 
 
-def _connect(path: Path | None, access: str) -> sqlite3.Connection:
+def _check_log(path: Path) -> None:
+    """Raise if the log is damaged before a commit. SQLite ends at the first wrong checksum, which
+    is right for a commit that a kill cut off, and would drop the turns after damage without a word.
+    Every checksum continues the one before it, from the header's on (SQLite's file format, 4.1)."""
+    log_file = Path(f"{path}-wal")
+    raw = log_file.read_bytes() if log_file.exists() else b""
+    if len(raw) <= _LOG_HEADER:
+        return
+    magic, _, page = struct.unpack_from(">3I", raw)
+    order, salts, seed = ">" if magic & 1 else "<", raw[16:24], struct.unpack_from(">2I", raw, 24)
+    if _sum(raw[:24], (0, 0), order) != seed:
+        raise StoreDamaged(path, f"the beginning of {log_file.name} has the wrong checksum")
+    is_cut, size = False, page + 24
+    for start in range(_LOG_HEADER, len(raw) - size + 1, size):
+        frame = raw[start : start + size]
+        checksum = _sum(frame[:8] + frame[24:], seed, order)
+        seed, commit = struct.unpack_from(">2I", frame, 16), any(frame[4:8])
+        is_right = checksum == seed and frame[8:16] == salts
+        if is_cut and is_right and commit:
+            raise StoreDamaged(path, f"turns in {log_file.name} follow a wrong checksum")
+        is_cut = is_cut or not is_right
+
+
+def _sum(data: bytes, seed: tuple[int, ...], order: str) -> tuple[int, int]:
+    """Return SQLite's checksum of a part of the log, whose words have this byte order."""
+    first, second = seed
+    for word, next_word in struct.iter_unpack(f"{order}2I", data):
+        first = first + word + second & 0xFFFFFFFF
+        second = second + next_word + first & 0xFFFFFFFF
+    return first, second
+
+
+def connect(path: Path | None, access: str, *, is_claimed: bool = False) -> sqlite3.Connection:
     """Open the database, on a full or read-only disk for those who fetch what is recorded."""
     file = "file:" if path is None else f"file:{quote(os.fsencode(path.absolute()))}"
-    # Without room for the index that readers share (`-shm`), do without readers.
-    attempts = [(f"mode={access if path else 'memory'}", mode) for mode in ("NORMAL", "EXCLUSIVE")]
+    attempts = [(f"mode={access if path else 'memory'}", "NORMAL")]
+    if is_claimed:
+        # Without room for the index that readers share (`-shm`), do without readers. Who only reads
+        # cannot lock the file so, and need not.
+        attempts.append(("mode=rw" if access == "rw" else "mode=ro&vfs=unix-none", "EXCLUSIVE"))
     if path is not None and not Path(f"{path}-wal").exists():
         # There is nothing but this file. Who only reads it should not put others beside it.
         attempts.insert(0 if access == "ro" else 2, ("immutable=1", "NORMAL"))
@@ -469,7 +534,9 @@ def _connect(path: Path | None, access: str) -> sqlite3.Connection:
             return db
         except sqlite3.Error as error:
             db.close()
-            if (options, mode) == attempts[-1] or not isinstance(error, sqlite3.OperationalError):
+            is_last = (options, mode) == attempts[-1]
+            is_locked = error.sqlite_errorcode == sqlite3.SQLITE_BUSY
+            if is_last or is_locked or not isinstance(error, sqlite3.OperationalError):
                 raise
     raise AssertionError
 
@@ -480,10 +547,10 @@ def _explain(path: Path | None) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        raise UsageError(
-            f"The store {path} cannot be opened: {error}.", "Pass another file to --journal."
+        raise RollwayError(
+            f"The store {path} cannot be read: {error}.", "Pass another file to --journal."
         ) from error
-    except _DAMAGE as error:
+    except DAMAGE as error:
         if getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_NOTADB:
             raise StoreDamaged(path, str(error)) from error
         raise UsageError(
@@ -492,11 +559,26 @@ def _explain(path: Path | None) -> Iterator[None]:
 
 
 def _create(db: sqlite3.Connection) -> None:
-    """Create the tables if there are none."""
-    if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-        db.execute(f"PRAGMA page_size = {_PAGE}")
+    """Create the tables if there are none, and see to the log."""
+    db.execute(f"PRAGMA page_size = {_PAGE}")  # of a new file
+    with suppress(sqlite3.OperationalError):  # a copy without a log, on a read-only disk
         db.execute("PRAGMA journal_mode = WAL")
-        db.executescript(f"BEGIN;{_SCHEMA}COMMIT;")
+    if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        db.executescript(f"BEGIN; {_TABLES}; {_NAMES}; COMMIT;")
+
+
+def has_our_tables(db: sqlite3.Connection) -> bool:
+    """Return whether a file has the tables of this version and nothing else: a view may never end,
+    and a trigger may delete turns. Ask before any other query."""
+    return [sql for (sql,) in db.execute("SELECT sql FROM sqlite_master")] == _TABLES.split(";\n")
+
+
+def _stat(path: str) -> tuple[int, int, int]:
+    """Return which file is at a path, and its size; zeros if there is none."""
+    with suppress(OSError):
+        status = os.stat(path)  # noqa: PTH116 - at every turn
+        return status.st_dev, status.st_ino, status.st_size
+    return 0, 0, 0
 
 
 def _check(db: sqlite3.Connection, path: Path) -> tuple[dict[str, int], dict[str, int]]:
@@ -512,6 +594,8 @@ def _check(db: sqlite3.Connection, path: Path) -> tuple[dict[str, int], dict[str
             f"{path} is {kind if application == _APPLICATION else 'another database'}.",
             "Pass another file to --journal; this one stays as it is.",
         )
+    if not has_our_tables(db):
+        raise StoreDamaged(path, "its tables are not those of a gateway")
     if (size := path.stat().st_size) > _LARGE:
         log.warning("Checking the store before the gateway listens: %d MiB.", size // 2**20)
     (result,) = db.execute("PRAGMA integrity_check(1)").fetchone()

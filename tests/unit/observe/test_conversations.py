@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import tracemalloc
+import zlib
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from rollway.gateway.store import Store
+from rollway.gateway.store import Store, StoreDamaged
 from rollway.gateway.turns import Turn
 from rollway.observe.dash import conversations
 from rollway.observe.dash.conversations import Conversations
+from tests.security.small_disk import mount_small_disk, remount
 
 
 def make_turn(session: str, number: int, **fields: Any) -> Turn:
@@ -103,3 +107,109 @@ async def test_what_is_sent_is_bounded_and_is_json(
     assert shown is not None
     assert [len(turn["tokens"]) for turn in shown["turns"]] == [4, 1]
     assert shown["left_out"] == 1 and str(2**62) in json.dumps(shown)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE sessions SET name = x'ff'",
+        "UPDATE sessions SET name = CAST(x'ff' AS TEXT)",
+        "UPDATE turns SET version = 'x,y'",
+        "UPDATE turns SET crc = 'z'",
+        "UPDATE turns SET turn = 'text'",
+        "UPDATE turns SET tokens = 'abc', forked = x'00'",
+        "ALTER TABLE turns RENAME TO others",
+        "CREATE VIEW v AS SELECT 1",
+    ],
+)
+async def test_a_damaged_store_shows_less_and_fails_no_request(
+    tmp_path: Path, statement: str
+) -> None:
+    path = tmp_path / "tiny.sqlite"
+    (await write(path, make_turn("a", 1))).close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute(statement)
+    reader = Conversations(path)
+    json.dumps([reader.list_sessions(), reader.read_session("a")])
+
+
+async def test_a_turn_of_another_session_is_not_shown(tmp_path: Path) -> None:
+    """Numbers of sessions are used again."""
+    path = tmp_path / "tiny.sqlite"
+    (await write(path, make_turn("a", 1), make_turn("a", 2))).close()
+    raw = msgspec.msgpack.encode(make_turn("b", 3))
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE turns SET turn = ?, crc = ? WHERE number = 1", (raw, zlib.crc32(raw)))
+    shown = Conversations(path).read_session("a")
+    assert shown is not None and [turn["version"] for turn in shown["turns"]] == [2]
+
+
+async def test_one_state_of_the_store_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.sqlite"
+    store = await write(path, make_turn("a", 1))
+
+    class SlowReader(Conversations):
+        def _list(self, db: sqlite3.Connection) -> list[Any]:
+            rows = super()._list(db)
+            with closing(sqlite3.connect(path)) as other, other:
+                other.execute("DELETE FROM turns")
+            return rows
+
+    shown = SlowReader(path).read_session("a")
+    assert shown is not None and len(shown["turns"]) == 1
+    assert Conversations(path).read_session("a") is None
+    store.close()
+
+
+async def test_large_turns_are_read_one_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.sqlite"
+    (await write(path, *(make_turn("a", n, model="x" * 1_000_000) for n in range(20)))).close()
+    tracemalloc.start()
+    try:
+        shown = Conversations(path).read_session("a")
+        assert shown is not None and len(shown["turns"]) == 20
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()
+
+
+async def test_a_file_whose_pages_repeat_does_not_hang_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten levels of pages, each of whose entries leads to the same next page."""
+    monkeypatch.setattr(conversations, "_MOST_STEPS", 10**6)
+    path = tmp_path / "tiny.sqlite"
+    (await write(path, make_turn("a", 1))).close()
+    with closing(sqlite3.connect(path)) as db:
+        ((root,),) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'sessions'")
+    content = bytearray(path.read_bytes())
+    place = slice((root - 1) * 1024, root * 1024)
+
+    def make_page(child: int) -> bytes:
+        cells = b"".join(child.to_bytes(4, "big") + b"\1" for _ in range(50))
+        places = b"".join((1024 - 5 * (n + 1)).to_bytes(2, "big") for n in range(50))
+        head = b"\5" + bytes(2) + (50).to_bytes(2, "big") + (774).to_bytes(2, "big") + b"\0"
+        page = head + child.to_bytes(4, "big") + places
+        return page + bytes(1024 - len(page) - len(cells)) + cells
+
+    content += content[place]
+    for _ in range(10):
+        content += make_page(len(content) // 1024)
+    content[place] = make_page(len(content) // 1024)
+    content[28:32] = (len(content) // 1024).to_bytes(4, "big")
+    path.write_bytes(content)
+    with pytest.raises(StoreDamaged):
+        Store(path)
+    assert Conversations(path).list_sessions()["sessions"] == []
+
+
+async def test_reading_puts_nothing_beside_the_store_of_a_gateway_that_ended(
+    tmp_path: Path,
+) -> None:
+    with mount_small_disk(tmp_path) as disk:
+        path = disk / "tiny.sqlite"
+        (await write(path, make_turn("a", 1))).close()
+        assert len(Conversations(path).list_sessions()["sessions"]) == 1
+        assert list(disk.iterdir()) == [path]
+        remount(disk, "ro")
+        assert len(Conversations(path).list_sessions()["sessions"]) == 1

@@ -8,20 +8,22 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import Any, TypeVar
 
-import msgspec
-
-from rollway.gateway.store import StoreDamaged, decode
+from rollway.gateway.store import DAMAGE, StoreDamaged, connect, decode, has_our_tables
 from rollway.gateway.tokens import has_scope
 from rollway.gateway.turns import Turn
 from rollway.observe.read import clean_text
 
+T = TypeVar("T")
+
 MOST_SESSIONS = 500
-_MOST_TURNS, _MOST_TOKENS, _MOST_PROMPT = 200, 20_000, 2_000
+_MOST_TURNS, _MOST_TOKENS, _MOST_PROMPT, _MOST_TEXT = 200, 20_000, 2_000, 2_000
+_MOST_STEPS = 10**9
+"""Of a query: ten seconds or so. Millions of sessions need less; a crafted file may never end."""
 _LIST = """
 SELECT name, count(*), sum(tokens), sum(forked), group_concat(DISTINCT version), id
 FROM sessions JOIN turns ON session = id GROUP BY id ORDER BY max(number) DESC
@@ -42,10 +44,17 @@ class Conversations:
 
     def list_sessions(self) -> dict[str, Any]:
         """List the newest sessions, the one with the newest turn first."""
-        sessions = self._list()
+        return self._read(self._list_newest, {"sessions": [], "left_out": 0})
+
+    def read_session(self, name: str) -> dict[str, Any] | None:
+        """Return the turns of a session with their tokens; None if it is not one of the newest."""
+        return self._read(lambda db: self._read_turns(db, name), None)
+
+    def _list_newest(self, db: sqlite3.Connection) -> dict[str, Any]:
+        sessions = self._list(db)
         rows = [
             {
-                "name": clean_text(name),
+                "name": _clean(name),
                 "turns": turns,
                 "tokens": tokens,
                 "forks": forks,
@@ -55,55 +64,60 @@ class Conversations:
         ]
         return {"sessions": rows, "left_out": len(sessions) - len(rows)}
 
-    def read_session(self, name: str) -> dict[str, Any] | None:
-        """Return the turns of a session with their tokens; None if it is not one of the newest."""
-        newest = self._list()[:MOST_SESSIONS]
-        match = next((row for row in newest if clean_text(row[0]) == name), None)
+    def _read_turns(self, db: sqlite3.Connection, name: str) -> dict[str, Any] | None:
+        newest = self._list(db)[:MOST_SESSIONS]
+        match = next((row for row in newest if _clean(row[0]) == name), None)
         if match is None:
             return None
         turns: list[dict[str, Any]] = []
         tokens = 0
-        for raw, crc in self._query(_READ, match[-1], _MOST_TURNS):
+        # One at a time: a turn may have megabytes.
+        for raw, crc in db.execute(_READ, (match[-1], _MOST_TURNS)):
             if tokens >= _MOST_TOKENS:
                 break
-            try:
+            with suppress(StoreDamaged, *DAMAGE):
                 turn = decode(raw, crc, self.path)
-            except (StoreDamaged, msgspec.MsgspecError):
-                continue
-            turns.append(_describe(turn, _MOST_TOKENS - tokens))
-            tokens += len(turn.token_ids)
+                if turn.session == match[0]:
+                    turns.append(_describe(turn, _MOST_TOKENS - tokens))
+                    tokens += len(turn.token_ids)
         return {"name": name, "turns": turns, "left_out": match[1] - len(turns)}
 
-    def _list(self) -> list[Any]:
-        rows = self._query(_LIST)
+    def _list(self, db: sqlite3.Connection) -> list[Any]:
+        rows = db.execute(_LIST).fetchall()
         shown = [row for row in rows if self._shows_all or not has_scope(row[0])]
         self.has_hidden = len(shown) < len(rows)
         return shown
 
-    def _query(self, query: str, *values: object) -> list[Any]:
-        """Return the rows of a query; none without a store of this version and this user."""
+    def _read(self, read: Callable[[sqlite3.Connection], T], nothing: T) -> T:
+        """Return what `read` finds in one state of the store. Return `nothing` without a store
+        of this version and this user, or if it is damaged."""
         try:
             status = self.path.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-                return []
-            uri = f"file:{quote(str(self.path.absolute()))}?mode=ro"
-            with closing(sqlite3.connect(uri, uri=True)) as db:
-                return db.execute(query, values).fetchall()
-        except (OSError, sqlite3.Error):
-            return []
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+                with closing(connect(self.path, "ro")) as db:
+                    db.set_progress_handler(lambda: 1, _MOST_STEPS)  # which ends the query
+                    db.execute("BEGIN")
+                    return read(db) if has_our_tables(db) else nothing
+        except (OSError, *DAMAGE):
+            pass
+        return nothing
+
+
+def _clean(text: str) -> str:
+    return clean_text(text[:_MOST_TEXT])
 
 
 def _describe(turn: Turn, most: int) -> dict[str, Any]:
     """Return a turn for the page: every sampled token with its log-prob, the prompt's ids."""
     ids = turn.token_ids[:most]
     return {
-        "id": clean_text(turn.id),
-        "parent": clean_text(turn.parent or ""),
-        "model": clean_text(turn.model),
+        "id": _clean(turn.id),
+        "parent": _clean(turn.parent or ""),
+        "model": _clean(turn.model),
         "version": turn.version,
         "worker": "" if turn.worker_id is None else str(turn.worker_id),
-        "finish": clean_text(turn.finish_reason),
-        "forked": clean_text(turn.forked),
+        "finish": _clean(turn.finish_reason),
+        "forked": _clean(turn.forked),
         # Ids may exceed what a browser's numbers hold.
         "prompt": [str(token) for token in turn.new_ids[:_MOST_PROMPT]],
         "prompt_tokens": len(turn.new_ids),
