@@ -483,8 +483,9 @@ def _find_lossy(value: Any, path: str) -> str | None:
     nowhere. The place of a key is its mapping's."""
     items = value if isinstance(value, list | tuple) else ()
     for key, item in value.items() if isinstance(value, dict) else enumerate(items):
-        if found := _find_lossy(key, path) or _find_lossy(item, f"{path}.{key}".lstrip(".")):
-            return found
+        place = _find_lossy(key, path) or _find_lossy(item, f"{path}.{key}".lstrip("."))
+        if place:
+            return place
     is_text = isinstance(value, str | Path)
     is_lossy = is_text and _NO_TEXT.search(str(value))
     return path if is_lossy or (isinstance(value, float) and not math.isfinite(value)) else None

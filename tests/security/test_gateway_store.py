@@ -303,8 +303,8 @@ async def test_a_log_that_cannot_be_emptied_is_reported_only_after_a_delete(
     store.close()
     remount(small_disk, "ro")
     try:
-        store = Store(path, erase_within=0.02)
-        await asyncio.sleep(0.2)
+        store = Store(path)
+        store._empty_log()
         store.close()
         assert not caplog.records
     finally:
@@ -803,12 +803,24 @@ async def test_another_program_that_writes_does_not_stop_the_event_loop(
     monkeypatch.setattr(store_module, "_BUSY_MS", 60_000)
     await record(store, make_turn("s"))
     await wait_until_async(lambda: not store._jobs)
+    timeouts: list[int] = []
+
+    class Watched(FailingDatabase):
+        close = store._db.close
+
+        def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+            if threading.current_thread() is threading.main_thread():
+                timeouts.extend(*self.database.execute("PRAGMA busy_timeout"))
+            return self.database.execute(statement, *values)
+
+    monkeypatch.setattr(store, "_db", Watched(store._db))
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         turn = asyncio.create_task(record(store, make_turn("s")))
         await asyncio.sleep(0.1)
         other.execute("ROLLBACK")
         assert await turn
+    assert timeouts[1:] and set(timeouts[1:]) == {0}  # after the statement that sets it
 
 
 async def test_a_machine_without_a_free_thread_records_and_deletes(
@@ -925,6 +937,36 @@ async def test_an_unexpected_failure_hangs_no_request(
     assert await record(store, make_turn("s"))
 
 
+async def test_what_a_failed_commit_left_in_the_log_is_no_damage(path: Path) -> None:
+    """The next commit is written over its beginning; its end, with right checksums, stays."""
+    store = Store(path)
+    await record(store, make_turn("s"))
+    failed, log = copy_as_killed(path), path.with_name(f"{path.name}-wal")
+    await record(store, make_turn("s", token_ids=[7] * 4000, logprobs=[-0.5] * 4000))
+    rest = log.read_bytes()
+    with closing(sqlite3.connect(failed, isolation_level=None)) as other:
+        other.execute("UPDATE sessions SET filler = zeroblob(5)")
+        written = failed.with_name(log.name).read_bytes()
+        assert len(written) < len(rest) and written != rest[: len(written)]
+        failed.with_name(log.name).write_bytes(written + rest[len(written) :])
+        again = Store(copy_as_killed(failed))
+    assert again.sessions == {"s": 1}
+    again.close()
+    store.close()
+
+
+@pytest.mark.parametrize("length", [32, 4096])
+async def test_a_log_without_its_beginning_is_refused(path: Path, length: int) -> None:
+    store = Store(path)
+    await record(store, make_turn("s"))
+    copy = copy_as_killed(path)
+    log = copy.with_name(f"{copy.name}-wal")
+    log.write_bytes(bytes(length) + log.read_bytes()[length:])
+    with pytest.raises(StoreDamaged, match="beginning"):
+        Store(copy)
+    store.close()
+
+
 async def test_turns_after_damage_in_the_log_are_not_dropped_in_silence(path: Path) -> None:
     """SQLite takes the log until the first wrong checksum, as if a kill had cut it off there."""
     store = Store(path)
@@ -938,7 +980,7 @@ async def test_turns_after_damage_in_the_log_are_not_dropped_in_silence(path: Pa
         damaged[place] ^= 1
         log.write_bytes(damaged)
         before = read_files(copy)
-        with pytest.raises(StoreDamaged, match="wrong checksum"):
+        with pytest.raises(StoreDamaged, match="is damaged"):
             Store(copy)
         assert read_files(copy) == before
     log.write_bytes(content[:-500])  # the last commit was cut off

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import sqlite3
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Coroutine
 from contextlib import closing
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.known: dict[str, Known] = {}
         self.ever: dict[str, Known] = {}
         """With those that were deleted."""
-        self.before_last: dict[str, Known] = {}
-        """Before the last commit."""
+        self.before: deque[frozenset[str]] = deque(maxlen=2)
+        """The turns before each of the last two commits."""
         self.held: list[Session] = []
         self.numbers = count(1)  # deterministic in every run
         self.loop = asyncio.new_event_loop()
@@ -89,7 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
         ours = [key for key, known in self.known.items() if known.session == name]
         assert self.run(self.store.delete(name)) or not ours
         if ours:
-            self.before_last = dict(self.known)
+            self.before.append(frozenset(self.known))
         for key in ours:
             del self.known[key]
 
@@ -112,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(suffix=st.sampled_from(["", "-wal"]), place=st.integers(0), byte=st.integers(0, 255))
     def damage(self, suffix: str, place: int, byte: int) -> None:
         """Change a byte of a copy: it is refused, or no turn is different. What the log's last
-        commit changed may be missing, as if a kill had cut it off."""
+        two commits changed may be missing, as if they had failed."""
         copy = copy_as_killed(self.path)
         file = copy.with_name(f"gateway.sqlite{suffix}")
         content = bytearray(file.read_bytes())
@@ -129,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             for name in store.sessions:
                 turns |= {turn.id: turn for turn in self.run(store.open(name)).turns}
-            assert turns.keys() in (self.known.keys(), self.before_last.keys() if suffix else ())
+            assert turns.keys() in (self.known.keys(), *(self.before if suffix else ()))
             for turn in turns.values():
                 assert turn.session == self.ever[turn.id].session
                 assert turn.token_ids[-1] == self.ever[turn.id].tokens[-1]
@@ -160,7 +160,7 @@ class StoreMachine(RuleBasedStateMachine):
         was_gone = session.gone
         assert self.run(self.store.record(session, [new])) is not was_gone
         if not was_gone:
-            self.before_last = dict(self.known)
+            self.before.append(frozenset(self.known))
             tokens = [*before, *new.new_ids, *new.token_ids]
             self.known[new.id] = self.ever[new.id] = Known(session.name, tokens)
 

@@ -46,7 +46,7 @@ BUDGET = {
     "demo": (6, 690),
     "engine": (24, 4_190),
     "fleet": (22, 3_520),
-    "gateway": (12, 2_345),
+    "gateway": (12, 2_350),
     "integrations/curator": (5, 640),
     "integrations/nemo_rl": (16, 2_580),
     "integrations/prime_rl": (15, 2_460),

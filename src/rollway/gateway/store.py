@@ -63,7 +63,7 @@ INSERT INTO turns (session, tokens, forked, version, crc, filler, turn)
 VALUES (?, ?, ?, ?, ?, zeroblob({_PAGE}), ?)
 """
 _ERASE_SECONDS = 60.0
-_LOG_HEADER, _LOG_BYTES = 32, 2**22
+_LOG_MAGIC, _LOG_HEADER, _LOG_BYTES = 0x377F0683, 32, 2**22
 """The size at which the write-ahead log is emptied. That waits for the disk twice."""
 _MANY_IDS, _IDS_PER_ROW = 20_000, 100
 """Turns with more token ids are written in the thread: that takes milliseconds. Each turn costs as
@@ -73,6 +73,8 @@ _BUSY_MS, _LAST_BUSY_MS = 100, 5_000
 loop waits for nobody."""
 _LARGE = 2**28
 """The size from which a start says that it checks the file: a slow disk takes a minute."""
+_MOST_STEPS = 10**9
+"""Of a query: ten seconds or so. Millions of sessions need less; a crafted file may never end."""
 _RECENT = 1024
 """How many sessions stay in memory."""
 _MOST_REASONS = 32
@@ -135,7 +137,8 @@ class Store:
         self._writing = threading.Lock()  # guards the database
         self._sync = sync
         # The last is the log; -shm is its index.
-        self._paths = [] if path is None else [f"{path}-shm", str(path), f"{path}-wal"]
+        whole = path and path.absolute()  # the process may go to another directory
+        self._paths = [f"{whole}-shm", f"{whole}", f"{whole}-wal"] if whole else []
         self._is_emptying = False
         self._has_deleted = False
         """Whether the log still has the text of sessions that this process has deleted."""
@@ -157,6 +160,7 @@ class Store:
                     with suppress(OSError):  # it is missing, or its disk is read-only
                         Path(file).chmod(0o600)
                 self._db = connect(path, "rw", is_claimed=True)
+                self._db.set_progress_handler(None, 0)  # SQLite counts all uses of a statement
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
                 self._db.execute("PRAGMA secure_delete = ON")
                 self._db.execute("PRAGMA wal_autocheckpoint = 0")
@@ -483,26 +487,32 @@ def _has_content(path: Path) -> bool:
 
 
 def _check_log(path: Path) -> None:
-    """Raise if the log is damaged before a commit. SQLite ends at the first wrong checksum, which
-    is right for a commit that a kill cut off, and would drop the turns after damage without a word.
-    Every checksum continues the one before it, from the header's on (SQLite's file format, 4.1)."""
+    """Raise if the log is damaged before its last turns. SQLite ends at the first wrong checksum,
+    and would drop the turns after damage without a word. Every checksum continues the one before
+    it, from the header's on (SQLite's file format, 4.1).
+
+    A commit that failed or was cut off leaves wrong checksums, too, and ends with its own last
+    frame. Two commits in a row were both acknowledged."""
     log_file = Path(f"{path}-wal")
-    raw = log_file.read_bytes() if log_file.exists() else b""
-    if len(raw) <= _LOG_HEADER:
+    if not log_file.exists() or log_file.stat().st_size <= _LOG_HEADER:
         return
-    magic, _, page = struct.unpack_from(">3I", raw)
-    order, salts, seed = ">" if magic & 1 else "<", raw[16:24], struct.unpack_from(">2I", raw, 24)
-    if _sum(raw[:24], (0, 0), order) != seed:
-        raise StoreDamaged(path, f"the beginning of {log_file.name} has the wrong checksum")
-    is_cut, size = False, page + 24
-    for start in range(_LOG_HEADER, len(raw) - size + 1, size):
-        frame = raw[start : start + size]
-        checksum = _sum(frame[:8] + frame[24:], seed, order)
-        seed, commit = struct.unpack_from(">2I", frame, 16), any(frame[4:8])
-        is_right = checksum == seed and frame[8:16] == salts
-        if is_cut and is_right and commit:
-            raise StoreDamaged(path, f"turns in {log_file.name} follow a wrong checksum")
-        is_cut = is_cut or not is_right
+    with log_file.open("rb") as file:
+        header = file.read(_LOG_HEADER)
+        magic, _, page = struct.unpack_from(">3I", header)
+        order, seed = ">" if magic & 1 else "<", struct.unpack_from(">2I", header, 24)
+        is_ours = magic | 1 == _LOG_MAGIC and page == _PAGE
+        if not is_ours or _sum(header[:24], (0, 0), order) != seed:
+            raise StoreDamaged(path, f"the beginning of {log_file.name} is not what was written")
+        is_cut, commits = False, 0
+        while len(frame := file.read(24 + _PAGE)) == 24 + _PAGE:
+            checksum = _sum(frame[:8] + frame[24:], seed, order)
+            seed = struct.unpack_from(">2I", frame, 16)
+            if checksum != seed or frame[8:16] != header[16:24]:
+                is_cut, commits = True, 0
+            elif is_cut and any(frame[4:8]):
+                commits += 1
+                if commits == 2:
+                    raise StoreDamaged(path, f"turns in {log_file.name} follow a wrong checksum")
 
 
 def _sum(data: bytes, seed: tuple[int, ...], order: str) -> tuple[int, int]:
@@ -528,6 +538,7 @@ def connect(path: Path | None, access: str, *, is_claimed: bool = False) -> sqli
     for options, mode in attempts:
         uri = f"{file}?{options}"
         db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+        db.set_progress_handler(lambda: 1, _MOST_STEPS)  # which ends the query
         try:
             db.execute(f"PRAGMA locking_mode = {mode}")
             db.execute("SELECT count(*) FROM sqlite_master").fetchone()

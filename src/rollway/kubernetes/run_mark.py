@@ -61,7 +61,10 @@ class RunMark:
             with contextlib.suppress(RollwayError):
                 self.discard() if self._owners is None else self.release()
             raise
-        self.release()
+        try:
+            self.release()
+        except RollwayError as error:  # what it was held for is done
+            report(f"leave the mark of run {self.run}, so the next one needs --resume: {error}")
 
     def take(self, *, take_over: bool, report: Callable[[str], None]) -> None:
         """Become the holder."""
@@ -149,8 +152,7 @@ class RunMark:
                 self._cluster.delete(CONFIG_MAP, self._name, uid=uid, resource_version=version)
 
     def release(self) -> None:
-        with contextlib.suppress(RollwayError):  # what it was held for is done
-            self._write("", self._owners or [])
+        self._write("", self._owners or [])
 
     def _create(self) -> None:
         labels = {**MANAGED, RUN_LABEL: self.run}

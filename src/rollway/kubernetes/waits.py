@@ -91,6 +91,7 @@ def wait_until_gone(
         left = [meta for meta in bodies if meta["name"] in names]
         if not left:
             return
+        cluster.check_fence()
         if not deadline.pause():
             break
     shown = ", ".join(f"{meta['name']}{name_finalizers(meta)}" for meta in left)

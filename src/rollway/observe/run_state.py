@@ -82,7 +82,10 @@ class Plot:
         t, value = round(t, 3), float(f"{value:.6g}")
         place = bisect.bisect_left(self.times, t)
         if place < len(self.times) and self.times[place] == t:
-            self.values[place] = value if self._weights[place] == 1 else self.values[place]
+            if self.is_of_peaks:
+                self.values[place] = max(value, self.values[place])
+            elif self._weights[place] == 1:
+                self.values[place] = value
             return
         self.times.insert(place, t)
         self.values.insert(place, value)

@@ -143,8 +143,8 @@ class _Ids:
 
 
 class _Outages(logging.Filter):
-    """Lets the first message about a receiver through. Its exporter writes two for each batch; one
-    that comes long after all others is about another outage."""
+    """The filter of an exporter's log, which has two messages for each batch while its receiver is
+    gone. The first passes; one that comes long after all others is about another outage."""
 
     _last = -math.inf
 

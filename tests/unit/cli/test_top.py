@@ -97,7 +97,8 @@ def test_every_section_fits_on_a_screen(
         assert f"\n{word}" in text
     shown = text.count("\ntiny-")
     assert shown == workers or f"{workers - shown} more that are not shown" in text
-    assert f"tiny-{workers - 1} " in text  # it has just restarted, and is the worst
+    fleet = text[text.index("\nFleet") : text.index("\nRefits")]
+    assert f"\ntiny-{workers - 1} " in fleet  # it has just restarted, and is the worst
 
 
 class Terminal:

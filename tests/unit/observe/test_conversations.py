@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollway.gateway import store as store_module
 from rollway.gateway.store import Store, StoreDamaged
 from rollway.gateway.turns import Turn
 from rollway.observe.dash import conversations
@@ -177,7 +178,7 @@ async def test_a_file_whose_pages_repeat_does_not_hang_the_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten levels of pages, each of whose entries leads to the same next page."""
-    monkeypatch.setattr(conversations, "_MOST_STEPS", 10**6)
+    monkeypatch.setattr(store_module, "_MOST_STEPS", 10**6)
     path = tmp_path / "tiny.sqlite"
     (await write(path, make_turn("a", 1))).close()
     with closing(sqlite3.connect(path)) as db:

@@ -202,6 +202,16 @@ def test_a_stack_that_stays_up_after_the_training_has_not_slowed_down(tmp_path: 
     assert run.find() == []
 
 
+def test_few_steps_are_no_fall_of_the_throughput(tmp_path: Path) -> None:
+    """Of three equal steps, the first half of the run has two phases of generation."""
+    run = Begun(tmp_path)
+    for step in range(3):
+        for second in range(4, 52, 2):
+            run.add_rollouts(100 * step + second)
+        run.add("trainer", 100 * (step + 1), step=step, seconds=100.0, parts={"generate": 50.0})
+    assert run.find() == []
+
+
 def test_few_prompts_are_no_fall_of_the_hits(tmp_path: Path) -> None:
     run = Begun(tmp_path)
     for number in range(20):

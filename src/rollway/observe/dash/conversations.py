@@ -22,8 +22,6 @@ T = TypeVar("T")
 
 MOST_SESSIONS = 500
 _MOST_TURNS, _MOST_TOKENS, _MOST_PROMPT, _MOST_TEXT = 200, 20_000, 2_000, 2_000
-_MOST_STEPS = 10**9
-"""Of a query: ten seconds or so. Millions of sessions need less; a crafted file may never end."""
 _LIST = """
 SELECT name, count(*), sum(tokens), sum(forked), group_concat(DISTINCT version), id
 FROM sessions JOIN turns ON session = id GROUP BY id ORDER BY max(number) DESC
@@ -95,7 +93,6 @@ class Conversations:
             status = self.path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
                 with closing(connect(self.path, "ro")) as db:
-                    db.set_progress_handler(lambda: 1, _MOST_STEPS)  # which ends the query
                     db.execute("BEGIN")
                     return read(db) if has_our_tables(db) else nothing
         except (OSError, *DAMAGE):

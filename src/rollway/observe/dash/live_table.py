@@ -101,13 +101,16 @@ def _make_fleet(fleet: Sequence[Mapping[str, Any]], most: int) -> _Table:
     title = f"Fleet: {serving} of {count(len(fleet), 'worker')} serve{'s' * (len(fleet) == 1)}"
     if len(fleet) > most:
         title += f"; the worst {most}, and {len(fleet) - most:,} more that are not shown"
-        fleet = sorted(
-            fleet,
-            key=lambda row: (row["state"] in SERVING, row["version"] or -1, -(row["waiting"] or 0)),
-        )
+        fleet = sorted(fleet, key=_rank_worker)
     rows = sorted(fleet[:most], key=lambda row: rank_name(row["name"]))
     columns = ("worker", "state", "version", "load", "wait", "KV", "hits", "restarts", "last event")
     return title, columns, [_list_worker_cells(row) for row in rows]
+
+
+def _rank_worker(row: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return a key that sorts the worst workers first."""
+    version = -1 if row["version"] is None else row["version"]
+    return row["state"] in SERVING, version, -row["restarts"], -(row["waiting"] or 0)
 
 
 def _list_worker_cells(row: Mapping[str, Any]) -> Sequence[Any]:

@@ -350,7 +350,8 @@ def _find_falls(state: RunState) -> Iterator[Finding]:
         half = len(shares) // 2
         before, after = statistics.fmean(shares[:half]), statistics.fmean(shares[half:])
         yield from _find_fall("Prefix hits", before, after, "rollway_cached_share")
-    if state.tokens is not None:
+    # A few steps are not divided evenly between two halves.
+    if state.tokens is not None and (state.step_count == 0 or state.step_count >= MIN_POINTS):
         yield from _find_fall("Throughput", *state.tokens.halve(), "rollway_tokens_per_second")
 
 

@@ -119,9 +119,10 @@ class Healing:
         if keeper is not None:
             with contextlib.suppress(Exception):
                 # Not `examine`, which ends a Keeper: this one may run other parts, which are well.
-                asked = cluster.outlast(keeper.read_states.remote)
-                await asyncio.wait_for(asked, NODE_SECONDS)
+                answer = cluster.outlast(keeper.read_states.remote)
+                await asyncio.wait_for(answer, NODE_SECONDS)
                 return True
+            self.parts.drop_keeper(node, keeper)
         attempt = asyncio.ensure_future(self.parts.create_keeper(node))
         deadline = time.monotonic() + NODE_SECONDS
         try:

@@ -186,14 +186,15 @@ class Parts:
         try:
             self._has_gpus[node], problem = await keeper.examine.remote(self._needs)
         except ray.exceptions.RayError as error:  # it has gone, or is too new for Ray to use it
-            self._drop_keeper(node, keeper)
+            self.drop_keeper(node, keeper)
             raise make_import_error(error, where) or error from None
         if problem is not None:
             # Another attempt is to look again, and meanwhile this Keeper has nothing to do.
-            self._drop_keeper(node, keeper)
+            self.drop_keeper(node, keeper)
             raise StartError(f"{where}: {problem[0]}", problem[1])
 
-    def _drop_keeper(self, node: str, keeper: Any) -> None:
+    def drop_keeper(self, node: str, keeper: Any) -> None:
+        """End a Keeper: another one takes its place."""
         import ray
 
         if self.keepers.get(node) is keeper:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from ray.exceptions import ActorUnavailableError
 
+from rollway.stack.ray import healing
 from tests.unit.stack.ray.stand_in import StandIn, node_id
 from tests.waiting import settle, wait_until_async
 
@@ -106,6 +109,24 @@ async def test_a_part_that_ends_is_healed_by_the_keeper_that_runs_the_others(
     await wait_until_async(lambda: len(ray.running) == 2)
     assert ray.keeper(1) is keeper
     assert ray.steps[len(STEPS) :] == ["part 2 on node 1"]
+    await run.head.stop.remote()
+    await run.wait_until_over()
+    assert ray.left() == {}
+
+
+async def test_a_keeper_that_no_longer_answers_is_ended_before_another_takes_its_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise its other parts would keep their GPUs, and nobody would know of them."""
+    monkeypatch.setattr(healing, "NODE_SECONDS", 0.2)
+    ray = StandIn(monkeypatch)
+    run = ray.start()
+    await run.head.wait_until_ready.remote()
+    keeper = ray.keeper(1)
+    monkeypatch.setattr(keeper.object, "read_states", asyncio.Event().wait)
+    (ended,) = (name for name, k in ray.running.items() if k is keeper)
+    await keeper.object.stop_part(ended)
+    await wait_until_async(lambda: keeper.is_dead)
     await run.head.stop.remote()
     await run.wait_until_over()
     assert ray.left() == {}
