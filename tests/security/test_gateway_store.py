@@ -787,7 +787,7 @@ async def test_a_delete_between_turns_that_wait_ends_their_session(path: Path, s
         store.delete("s"),
         store.record(session, [make_turn("s", **long)]),
     )
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # all three begin
     may_begin.set()
     assert (await answers)[:2] == [True, True] and session.gone and store.sessions == {}
     assert not await store.record(session, [make_turn("s")])
@@ -817,7 +817,7 @@ async def test_another_program_that_writes_does_not_stop_the_event_loop(
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         turn = asyncio.create_task(record(store, make_turn("s")))
-        await asyncio.sleep(0.1)
+        await wait_until_async(lambda: len(timeouts) > 1)
         other.execute("ROLLBACK")
         assert await turn
     assert timeouts[1:] and set(timeouts[1:]) == {0}  # after the statement that sets it
