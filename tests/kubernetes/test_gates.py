@@ -79,6 +79,7 @@ def test_a_graph_passes_all_gates(
 def test_a_real_frontend_with_workers_passes_the_gates_through_the_proxy(
     admin: Cluster, light_dynamo: DynamoOperator, wait: Callable[..., Waiter]
 ) -> None:
+    light_dynamo.get_faults("policy").ready_after = 2.0  # the gates are read once a second
     waiter = wait("policy", workers=2)
     waiter.future.result(LONG)
     assert any("workers" in why or "list" in why or "pods" in why for why in waiter.history)
