@@ -344,7 +344,7 @@ async def test_removing_the_file_is_detected_before_a_turn_is_acknowledged(
         await record(store, make_turn("s"))
 
 
-@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+@pytest.mark.parametrize("suffix", ["", "-wal"])
 async def test_moving_a_file_is_detected_before_a_turn_is_acknowledged(
     store: Store, path: Path, suffix: str
 ) -> None:
@@ -817,10 +817,10 @@ async def test_another_program_that_writes_does_not_stop_the_event_loop(
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         turn = asyncio.create_task(record(store, make_turn("s")))
-        await wait_until_async(lambda: len(timeouts) > 1)
+        await wait_until_async(lambda: bool(timeouts))
         other.execute("ROLLBACK")
         assert await turn
-    assert timeouts[1:] and set(timeouts[1:]) == {0}  # after the statement that sets it
+    assert set(timeouts) == {0}
 
 
 async def test_a_machine_without_a_free_thread_records_and_deletes(

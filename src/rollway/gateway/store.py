@@ -136,9 +136,10 @@ class Store:
         self._names = threading.Lock()  # guards these tables; held only briefly
         self._writing = threading.Lock()  # guards the database
         self._sync = sync
-        # The last is the log; -shm is its index.
         whole = path and path.absolute()  # the process may go to another directory
-        self._paths = [f"{whole}-shm", f"{whole}", f"{whole}-wal"] if whole else []
+        self._paths = [str(whole), f"{whole}-wal"] if whole else []
+        self._log_size = 1
+        """Of the second, as it was last seen."""
         self._is_emptying = False
         self._has_deleted = False
         """Whether the log still has the text of sessions that this process has deleted."""
@@ -156,7 +157,8 @@ class Store:
                     # Apart, and only to read: closing a connection that may write changes the file.
                     with closing(connect(path, "ro", is_claimed=True)) as db:
                         self._ids, self.sessions = _check(db, path)
-                for file in self._paths:  # only now: a file that is refused keeps its mode
+                # Only now: a file that is refused keeps its mode.
+                for file in (*self._paths, f"{whole}-shm"):
                     with suppress(OSError):  # it is missing, or its disk is read-only
                         Path(file).chmod(0o600)
                 self._db = connect(path, "rw", is_claimed=True)
@@ -232,13 +234,10 @@ class Store:
         """Lock the database, if it is free and writing these turns takes little time. The first
         commit after the log was emptied waits for the disk."""
         has_experts = any(turn.routed_experts is not None for turn in turns)
-        if self._sync or self._jobs or has_experts or not self._measure_log():
+        if self._sync or self._jobs or has_experts or not self._log_size:
             return False
         ids = sum(_IDS_PER_ROW + len(turn.new_ids) + len(turn.token_ids) for turn in turns)
-        if ids > _MANY_IDS or not self._writing.acquire(blocking=False):
-            return False
-        self._db.execute("PRAGMA busy_timeout = 0")
-        return True
+        return ids <= _MANY_IDS and self._writing.acquire(blocking=False)
 
     def _submit(self, work: Callable[..., T], *arguments: str) -> Future[T]:
         """Run `work` in the thread, with the database locked."""
@@ -246,7 +245,10 @@ class Store:
         def run() -> T:
             with self._writing:
                 self._db.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
-                return work(*arguments)
+                try:
+                    return work(*arguments)
+                finally:  # the event loop waits for no other program
+                    self._db.execute("PRAGMA busy_timeout = 0")
 
         job = self._thread.submit(run)
         self._jobs.add(job)
@@ -361,12 +363,13 @@ class Store:
     def _transaction(self) -> Iterator[None]:
         try:
             self._check_files()
-            if not self._is_emptying and self._measure_log() > _LOG_BYTES:
+            if not self._is_emptying and self._log_size > _LOG_BYTES:
                 self._is_emptying = True
                 self._submit_erasure()
             self._db.execute("BEGIN IMMEDIATE")
             yield
             self._db.execute("COMMIT")
+            self._log_size = self._log_size or 1
         except BaseException as error:
             with suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
@@ -380,14 +383,15 @@ class Store:
                 _HINTS.get(code, "Free space on its disk."),
             ) from error
 
-    def _measure_log(self) -> int:
-        return _stat(self._paths[-1])[-1] if self._paths else 1
-
     def _check_files(self) -> None:
         """Raise if SQLite would write to files that are no longer at their paths: a restart would
         not find the turns, or another gateway has the log, too."""
-        if [_stat(path)[:2] for path in self._paths] != self._files:
+        if not self._paths:
+            return
+        files = [_stat(path) for path in self._paths]
+        if [file[:2] for file in files] != self._files:
             raise sqlite3.OperationalError("another program moved or removed it, or its -wal")
+        self._log_size = files[-1][-1]
 
     def _schedule_erasure(self) -> None:
         if self._eraser is None:
@@ -412,6 +416,8 @@ class Store:
             if self._has_deleted:
                 log.warning("The text of deleted sessions is not erased yet: %s", error)
             is_busy = True
+        if self._paths and not is_busy:
+            self._log_size = 0
         self._is_emptying = bool(is_busy)
         self._has_deleted &= self._is_emptying
         if is_busy:  # a reader is at work, or the disk is full
