@@ -158,7 +158,7 @@ class Store:
                     with closing(connect(path, "ro", is_claimed=True)) as db:
                         self._ids, self.sessions = _check(db, path)
                 # Only now: a file that is refused keeps its mode.
-                for file in (*self._paths, f"{whole}-shm"):
+                for file in [*self._paths, f"{whole}-shm"] if whole else []:
                     with suppress(OSError):  # it is missing, or its disk is read-only
                         Path(file).chmod(0o600)
                 self._db = connect(path, "rw", is_claimed=True)
