@@ -80,7 +80,6 @@ class Rank(ShardPublishing):
         mean of their gradients is its gradient."""
         mask = completion_mask(batch.completion_ids)
         new = self.model(batch.prompt_ids, batch.completion_ids)
-        assert batch.engine_logprobs is not None
         old = pad_rows(batch.engine_logprobs)
         mismatch = mismatch_kl(new.detach(), old, mask).item()
         advantages = torch.tensor(batch.advantages, dtype=torch.float32)
@@ -107,7 +106,6 @@ class Rank(ShardPublishing):
         self._reference.load_state_dict(self._kept[version])
         with torch.no_grad():
             own = token_logprobs(self._reference, batch.prompt_ids, batch.completion_ids)
-        assert batch.engine_logprobs is not None
         theirs, mask = pad_rows(batch.engine_logprobs), completion_mask(batch.completion_ids)
         difference = ((own - theirs) * mask).abs().max()
         return mismatch_kl(own, theirs, mask).item(), difference.item()

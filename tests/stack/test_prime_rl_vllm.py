@@ -88,7 +88,7 @@ def test_running_requests_continue_on_the_new_weights(
             assert policy_of[version].distance(*part) < TOLERANCE
 
 
-def test_a_teacher_scores_by_both_of_its_wires(server: PrimeServer, policies: list[Policy]) -> None:
+def test_a_teacher_scores_by_generate(server: PrimeServer, policies: list[Policy]) -> None:
     broadcast(server.output_dir, 3, policies[1].path)
     server.update("broadcasts/step_3")
     ids = fresh_prompt(30)
@@ -98,17 +98,11 @@ def test_a_teacher_scores_by_both_of_its_wires(server: PrimeServer, policies: li
     status, answer = server.post(GENERATE, body)
     assert status == 200, answer
     GenerateResponse.model_validate(answer)  # prime-rl reads it by this class
-    chat = {
-        "model": "tiny", "messages": [], "max_completion_tokens": 1, "temperature": 1.0,
-        "prompt_logprobs": 1, "nvext": {"token_data": ids, "extra_fields": ["prompt_logprobs"]},
-    }  # fmt: skip
-    status, by_chat = server.post("/v1/chat/completions", chat)
-    assert status == 200, by_chat
-    for scores in (answer["prompt_logprobs"], by_chat["nvext"]["prompt_logprobs"]):
-        assert scores[0] is None and len(scores) == len(ids)
-        # prime-rl takes the first entry of each position.
-        first = [next(iter(entry.values()))["logprob"] for entry in scores[1:]]
-        assert max(abs(a - b) for a, b in zip(first, wanted, strict=True)) < TOLERANCE
+    scores = answer["prompt_logprobs"]
+    assert scores[0] is None and len(scores) == len(ids)
+    # prime-rl takes the first entry of each position.
+    first = [next(iter(entry.values()))["logprob"] for entry in scores[1:]]
+    assert max(abs(a - b) for a, b in zip(first, wanted, strict=True)) < TOLERANCE
 
 
 def test_an_eval_by_chat_is_answered(server: PrimeServer) -> None:

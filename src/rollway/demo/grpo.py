@@ -60,13 +60,12 @@ class RolloutBatch:
     prompt_ids: TokenIds
     completion_ids: TokenIds
     advantages: Sequence[float]
-    engine_logprobs: Sequence[Sequence[float]] | None = None
+    engine_logprobs: Sequence[Sequence[float]]
 
     def __post_init__(self) -> None:
-        logprobs = self.completion_ids if self.engine_logprobs is None else self.engine_logprobs
         if {len(self.prompt_ids), len(self.advantages)} != {len(self.completion_ids)}:
             raise ValueError("a batch needs one entry per completion in every list")
-        if [len(row) for row in logprobs] != [len(ids) for ids in self.completion_ids]:
+        if [len(row) for row in self.engine_logprobs] != [len(ids) for ids in self.completion_ids]:
             raise ValueError("a batch needs one log-prob per sampled token")
 
 
@@ -75,8 +74,7 @@ class StepStats:
     """What one training step reports."""
 
     loss: float
-    # None when the engine sent no log-probs: then there is nothing to compare.
-    mismatch_kl: float | None
+    mismatch_kl: float
     seconds: float
 
 
@@ -199,10 +197,8 @@ class GrpoTrainer:
         mask = completion_mask(batch.completion_ids, device)
         advantages = torch.tensor(batch.advantages, dtype=torch.float32, device=device)
         new_lp = token_logprobs(self.model, batch.prompt_ids, batch.completion_ids)
-        old_lp, mismatch = new_lp.detach(), None
-        if batch.engine_logprobs is not None:
-            old_lp = pad_rows(batch.engine_logprobs, device)
-            mismatch = mismatch_kl(new_lp.detach(), old_lp, mask).item()
+        old_lp = pad_rows(batch.engine_logprobs, device)
+        mismatch = mismatch_kl(new_lp.detach(), old_lp, mask).item()
         loss = compute_clipped_loss(new_lp, old_lp, advantages, mask, self.config.clip)
         self.optimizer.zero_grad()
         loss.backward()

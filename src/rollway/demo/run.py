@@ -266,7 +266,7 @@ def _run_step(
         ]
         stats = _train(run, flat, rewards)
     tokens = sum(len(rollout.token_ids) for rollout in flat)
-    if stats is not None and stats.mismatch_kl is not None:
+    if stats is not None:
         rollway.observe.note_mismatch(version, stats.mismatch_kl, tokens=tokens)
     with parts.part("publish"):
         refit_seconds, refit, weights_by = _refit(run, stack, number)

@@ -42,7 +42,6 @@ INSTRUCTION = (
 class Prompt:
     """One question, with the token ids to send and the ones a perfect answer holds."""
 
-    text: str
     token_ids: list[int]
     start: int
     answer_ids: list[int]
@@ -84,10 +83,8 @@ class CountingTask:
         return right / max(self.max_tokens, len(token_ids))
 
     def _build_prompt(self, tokenizer: PreTrainedTokenizerBase, start: int) -> Prompt:
-        text = f"{INSTRUCTION}{start}"
         return Prompt(
-            text=text,
-            token_ids=tokenizer.encode(text, add_special_tokens=False),
+            token_ids=tokenizer.encode(f"{INSTRUCTION}{start}", add_special_tokens=False),
             start=start,
             answer_ids=[self.digit_ids[(start + 1 + i) % 10] for i in range(self.max_tokens)],
         )

@@ -146,5 +146,6 @@ def test_in_a_terminal_it_shows_the_run_stays_quiet_and_ends_with_ctrl_c(run_dir
         wait_until(lambda: terminal.read(1.0) == 0, 60.0, what="a quiet terminal")
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(30) == 0
+        assert "\x1b[?1049h" not in terminal.text  # what was there before stays in the terminal
     finally:
         terminal.close()

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from aiohttp import web
 
 from rollway.errors import Problem, UsageError
 from rollway.fleet.discovery import StaticList, Worker
@@ -21,7 +20,6 @@ from rollway.observe.doctor.machine import (
     check_rdma,
     count_files,
     find_ucx_choices,
-    measure_offset,
     read_last_samples,
     read_limit,
 )
@@ -55,25 +53,6 @@ def test_open_files_are_counted() -> None:
     assert used > 0 and (limit is None or limit >= used)
     for pid in (None, 2**31):
         assert count_files(pid) == 0 and read_limit(pid, "Max open files") is None
-
-
-async def test_a_clock_is_read_from_an_answer_or_unknown() -> None:
-    dates = {"/off": "Thu, 01 Jan 1970 00:00:00 GMT", "/odd": "yesterday"}
-
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(headers={"Date": dates[request.path]})
-
-    app = web.Application()
-    app.router.add_get("/{name}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    offset = await measure_offset(f"{url}/off")
-    assert offset is not None and offset < -1e9
-    assert await measure_offset(f"{url}/odd") is None
-    await runner.cleanup()
-    assert await measure_offset(f"{url}/off") is None
 
 
 async def test_later_checks_ask_only_sound_workers_of_the_newest_version() -> None:

@@ -20,11 +20,8 @@ from rollway.integrations.prime_rl.generate import (
     FLOOR,
     GenerateRequest,
     Generator,
-    has_token_data,
-    make_chat_reply,
     make_prompt_logprobs,
     make_reply,
-    read_token_chat,
 )
 from rollway.rollout.client import Rollouts
 from rollway.rollout.completion import Completion
@@ -197,37 +194,3 @@ def test_a_start_beyond_the_prompt_is_refused() -> None:
         params = {"routed_experts_prompt_start": start}
         with pytest.raises(UsageError, match="routed_experts_prompt_start"):
             GenerateRequest.read({**BODY, "sampling_params": params}, 100)
-
-
-@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": ""}]])
-def test_chats_with_token_ids_are_answered_where_june_looks(messages: list[Any]) -> None:
-    body = {
-        "model": "m", "messages": messages, "stream": False, "max_completion_tokens": 4,
-        "logprobs": True, "temperature": 1.0, "tools": [{"type": "function"}],
-        "nvext": {"token_data": [4, 5, 6], "extra_fields": ["engine_data"], "cache_salt": "3",
-                  "agent_hints": {"priority": 1}},
-    }  # fmt: skip
-    assert has_token_data(body) and not has_token_data({"messages": messages})
-    request = read_token_chat(body, 100)
-    assert request.prompt == [4, 5, 6] and request.salt == "3"
-    assert request.sampling.max_tokens == 4 and request.sampling.logprobs
-    reply = make_chat_reply(body, request, make_reply(request, make_rollout()), "text")
-    engine_data = reply["nvext"]["engine_data"]
-    assert engine_data["completion_token_ids"] == [7, 8] == reply["choices"][0]["token_ids"]
-    assert engine_data["completion_logprobs"] == [-0.5, -0.25]
-    assert engine_data["prompt_token_ids"] == [4, 5, 6]
-    assert reply["choices"][0]["message"]["content"] == "text"
-
-
-def test_a_teacher_by_chat_gets_its_log_probs_once() -> None:
-    body = {
-        "model": "m", "messages": [], "max_completion_tokens": 1, "prompt_logprobs": 1,
-        "nvext": {"token_data": [4, 5, 6], "extra_fields": ["prompt_logprobs"]},
-    }  # fmt: skip
-    request = read_token_chat(body, 100)
-    assert request.wants_prompt_logprobs
-    scored = make_reply(request, make_rollout(), [None, -1.0, -2.0])
-    reply = make_chat_reply(body, request, scored, "")
-    assert reply["nvext"] == {
-        "prompt_logprobs": [None, {"5": {"logprob": -1.0}}, {"6": {"logprob": -2.0}}]
-    }

@@ -4,15 +4,10 @@ A request goes out over Dynamo's completions, which respect the taint of a weigh
 own generate route respects none. The client, `renderers`, ends an episode when a reply has a
 log-prob too few, one that is not finite, or the floor that engines write for "unknown", so such an
 answer is never passed on: it is a 502, after which prime-rl's clients ask again.
-
-prime-rl of June 2026 sends the same as chats whose prompt is token ids, `nvext.token_data`. Its
-clients call this transport `dynamo`, `dynamo_chat` or `dynamo_chat_nvext`, and score teachers by
-it. The messages are a placeholder, in some versions an empty list.
 """
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,10 +35,6 @@ _SAMPLING = {
 }
 _NUMBERS = _SAMPLING - {"ignore_eos", "stop_token_ids"}
 _WHOLE = ("max_tokens", "min_tokens", "top_k", "seed", "prompt_logprobs", "logprobs")
-_CHAT_SAMPLING = (
-    *_SAMPLING - {"max_tokens"},
-    *("stop", "n", "prompt_logprobs", "routed_experts_prompt_start"),
-)
 _BODY = {
     *("model", "token_ids", "sampling_params", "cache_salt", "request_id", "stream"),
     *("priority", "return_token_ids", "features", "content_parts", "stream_options"),
@@ -168,78 +159,6 @@ def make_prompt_logprobs(
         return None
     pairs = zip(prompt, logprobs, strict=True)
     return [None if lp is None else {str(token): {"logprob": lp}} for token, lp in pairs]
-
-
-def has_token_data(body: Mapping[str, Any]) -> bool:
-    """Return whether the prompt of a chat is token ids."""
-    nvext = body.get("nvext")
-    return isinstance(nvext, dict) and nvext.get("token_data") is not None
-
-
-def read_token_chat(
-    body: Mapping[str, Any], context_length: int, *, routed_experts: bool = False
-) -> GenerateRequest:
-    """Return the generate request that a chat with token ids stands for."""
-    nvext = body["nvext"]
-    if body.get("stream"):
-        raise UsageError("A chat with token_data cannot be streamed.", "Leave `stream`.")
-    params = {name: body[name] for name in _CHAT_SAMPLING if body.get(name) is not None}
-    for name in ("max_completion_tokens", "max_tokens"):
-        if body.get(name) is not None:
-            params.setdefault("max_tokens", body[name])
-    if body.get("logprobs"):
-        params["logprobs"] = 1
-    # Later versions send the start here; their frontends refuse it at the top.
-    if nvext.get("routed_experts_prompt_start") is not None:
-        params["routed_experts_prompt_start"] = nvext["routed_experts_prompt_start"]
-    request = {
-        "model": body.get("model"),
-        "token_ids": nvext["token_data"],
-        "sampling_params": params,
-        "cache_salt": nvext.get("cache_salt") or body.get("cache_salt"),
-    }
-    return GenerateRequest.read(request, context_length, routed_experts=routed_experts)
-
-
-def make_chat_reply(
-    body: Mapping[str, Any], request: GenerateRequest, reply: Mapping[str, Any], text: str
-) -> dict[str, Any]:
-    """Return a generate reply as a chat completion with the requested fields of `nvext`, in the
-    places where clients look for ids and log-probs."""
-    (choice,) = reply["choices"]
-    fields: dict[str, Any] = {"completion_token_ids": choice["token_ids"]}
-    if choice["logprobs"] is not None:
-        fields["completion_logprobs"] = [e["logprob"] for e in choice["logprobs"]["content"]]
-    for name, value in (
-        ("prompt_logprobs", reply["prompt_logprobs"]),
-        ("routed_experts", choice.get("routed_experts")),
-    ):
-        if value is not None:
-            fields[name] = value
-    requested = body["nvext"].get("extra_fields") or []
-    nvext = {name: fields[name] for name in requested if name in fields}
-    if "engine_data" in requested:
-        # What was asked for by itself is not sent twice: routed experts are large.
-        left = {name: value for name, value in fields.items() if name not in nvext}
-        nvext["engine_data"] = {"prompt_token_ids": request.prompt, "finished": True, **left}
-    return {
-        "id": reply["request_id"],
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": body.get("model"),
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": choice["logprobs"],
-                "finish_reason": choice["finish_reason"],
-                "token_ids": choice["token_ids"],
-            }
-        ],
-        "usage": reply["usage"],
-        "weight_version": reply["weight_version"],
-        "nvext": nvext,
-    }
 
 
 def _read_experts(request: GenerateRequest, rollout: Rollout, experts: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The routes of a prime-rl inference server, beside the gateway's own.
 
-    rollouts   POST /inference/v1/generate   POST /v1/chat/completions   POST /finish_session
+    rollouts   POST /inference/v1/generate   POST /finish_session
     admin      POST /pause /update_weights /resume /init_broadcaster
                POST /load_lora_adapter /unload_lora_adapter
                GET /v1/rl/workers   POST /collective_rpc   (`virtual_worker`)
@@ -34,13 +34,7 @@ from rollway.gateway.requests import parse
 from rollway.gateway.server import BODY, CALLER, Gateway
 from rollway.gateway.tokens import OPERATOR_TOKENS, check_name
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics, format_gauges
-from rollway.integrations.prime_rl.generate import (
-    GenerateRequest,
-    Generator,
-    has_token_data,
-    make_chat_reply,
-    read_token_chat,
-)
+from rollway.integrations.prime_rl.generate import GenerateRequest, Generator
 from rollway.integrations.prime_rl.groups import read_request
 from rollway.integrations.prime_rl.lora import AdapterAliases
 from rollway.integrations.prime_rl.trainer_logprobs import MismatchRecord
@@ -98,7 +92,6 @@ class PrimeRl:
         router.add_get(path, self._for_operators(self.show_mismatch))
         if self.plane != "admin":
             router.add_post("/inference/v1/generate", self.generate)
-            router.add_post("/v1/chat/completions", self.chat)
             router.add_post("/finish_session", self.finish_session)
         if self.plane != "rollouts":
             for path, handler in (
@@ -152,22 +145,6 @@ class PrimeRl:
         reply = await generator.answer(wanted, self._name_session(request))
         self.mismatches.remember(reply)
         return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer chats with token ids here; others are the gateway's."""
-        assert self.gateway is not None
-        body: Mapping[str, Any] = {}
-        if b'"token_data"' in request[BODY]:  # otherwise the gateway decodes it, and once
-            body = await self.gateway.parse(request)
-        if not has_token_data(body):
-            return await self.gateway.chat_completions(request)
-        wanted = read_token_chat(body, self.context_length, routed_experts=self.experts is not None)
-        generator = self._get_generator(self.find_model(wanted.model))
-        reply = await generator.answer(wanted, self._name_session(request))
-        self.mismatches.remember(reply)
-        text = await self.gateway.template.decode(reply["choices"][0]["token_ids"])
-        chat = make_chat_reply(body, wanted, reply, text)
-        return web.Response(body=msgspec.json.encode(chat), content_type="application/json")
 
     async def finish_session(self, request: web.Request) -> web.Response:
         session = check_name(request.query.get("session_id", ""))

@@ -34,8 +34,9 @@ _MOST_REFITS, _MOST_STEPS, _MOST_EVENTS = 8, 6, 12
 
 
 def run_top(watch: Watch, interval: float) -> None:
-    """Show a run until the user presses Ctrl-C; what does not change is not sent again."""
-    with Live(auto_refresh=False, screen=True) as live:
+    """Show a run until the user presses Ctrl-C; what does not change is not sent again. The last
+    table stays in the terminal."""
+    with Live(auto_refresh=False, vertical_overflow="crop") as live:
         try:
             live.update(draw(watch, live.console), refresh=True)
             while True:

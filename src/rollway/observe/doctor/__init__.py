@@ -2,7 +2,7 @@
 
     attach ──► Subject: workers, labels, state ──┬──► serving.py   what it answers: versions,
                 a few short requests ◄───────────┤                 taints, caches, log-probs, proof
-                                                 └──► machine.py   ports, clocks, limits, the record
+                                                 └──► machine.py   ports, limits, the record
 
 No check changes a weight, a label or a taint. Requests have one to four tokens, and a salt of their
 own, so that nobody else meets what they leave in the caches. A check looks only at workers that the
@@ -60,7 +60,6 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("proof", _each_pool(serving.check_proof)),
     ("admin ports", machine.check_admin_ports),
     ("listeners", machine.check_listeners),
-    ("clocks", machine.check_clocks),
     ("RDMA", machine.check_rdma),
     ("KV transfer", _each_pool(machine.check_transfer)),
     ("file limits", _here(machine.check_file_limits)),

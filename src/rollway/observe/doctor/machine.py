@@ -1,11 +1,10 @@
-"""Where a stack runs: ports, clocks, RDMA, limits, disk, leftovers, the record.
+"""Where a stack runs: ports, RDMA, limits, disk, leftovers, the record.
 
 Checks that take a state are of the machine on which the stack's processes run.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -13,11 +12,7 @@ import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from pathlib import Path
-from urllib.parse import urlsplit
-
-import aiohttp
 
 from rollway.errors import Level, Problem
 from rollway.fleet.discovery import Worker
@@ -84,48 +79,6 @@ def _name(entries: Iterable[ListeningSocket]) -> str:
 
 def _join(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-# --- clocks --------------------------------------------------------------------------------------
-
-CLOCK_SECONDS, WORST_CLOCK_SECONDS = 3.0, 60.0
-"""The Date of an answer has whole seconds. Orders are refused after 120 s."""
-
-
-async def check_clocks(subject: Subject) -> Findings:
-    """The clocks of all machines agree with this one's."""
-    workers = [w for pool in subject.pools for w in pool.workers if w.error is None]
-    addresses = [subject.stack.frontend_url, *(worker.admin_url for worker in workers)]
-    urls = {urlsplit(url).hostname: f"{url}/health" for url in reversed(addresses)}
-    offsets = await asyncio.gather(*map(measure_offset, urls.values()))
-    known = {host: s for host, s in zip(urls, offsets, strict=True) if s is not None}
-    wrong = {host: offset for host, offset in known.items() if abs(offset) > CLOCK_SECONDS}
-    for host, offset in wrong.items():
-        level: Level = "error" if abs(offset) > WORST_CLOCK_SECONDS else "warning"
-        text = f"{host} is {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
-        advice = (
-            "Run NTP or chrony there. Workers refuse orders that are 120 s old, and records of "
-            "several machines are merged by time."
-        )
-        yield level, text, advice
-    if known and not wrong:
-        yield "ok", f"{len(urls)} hosts within {CLOCK_SECONDS:g} s"
-
-
-async def measure_offset(url: str) -> float | None:
-    """Return by how many seconds a server's clock is ahead of ours; None if it does not say."""
-    began = time.time()
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session,
-            session.get(url) as response,
-        ):
-            text = response.headers.get("Date", "")
-        middle = (began + time.time()) / 2
-        # The header has whole seconds, so it is half a second behind on average.
-        return parsedate_to_datetime(text).timestamp() + 0.5 - middle
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        return None
 
 
 # --- RDMA, and transfers of KV -------------------------------------------------------------------
