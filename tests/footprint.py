@@ -16,7 +16,9 @@ and neither may be blamed for what the other uses."""
 _ENTRY = f"{RUN}=".encode()
 UNATTRIBUTED = {"shared memory", "scratch"}
 """A file that no process holds open could be anybody's."""
-SECONDS_OF_OTHERS = 10.0
+SECONDS_OF_OTHERS = 60.0
+"""How long what the other run has may outlive its process: a worker that was killed leaves its
+shared memory to its successor, which takes this long to start on a busy machine."""
 
 
 def mark_own_processes() -> None:
@@ -28,6 +30,8 @@ class Footprint:
 
     def __init__(self) -> None:
         self._before = _look(set())
+        self._foreign = _foreign_pids()
+        """Every process of another run that was ever seen: some die meanwhile."""
 
     def new(self) -> dict[str, set[str]]:
         left = self._difference()
@@ -52,7 +56,8 @@ class Footprint:
         return {what: names for what, names in left.items() if names}
 
     def _look_for_new(self) -> dict[str, set[str]]:
-        now = _look(_foreign_pids())
+        self._foreign |= _foreign_pids()
+        now = _look(self._foreign)
         return {what: names - self._before[what] for what, names in now.items()}
 
 

@@ -28,7 +28,7 @@ for port in range(int(sys.argv[1]), 65536):
 def test_a_process_of_another_run_that_starts_during_the_look_is_not_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = footprint.Footprint()
+    before, never_seen = footprint.Footprint(), footprint.Footprint()
     monkeypatch.setenv(footprint.RUN, "another")
     other = subprocess.Popen(
         [sys.executable, "-c", LISTEN, str(FIRST)], stdout=subprocess.PIPE, text=True
@@ -50,7 +50,7 @@ def test_a_process_of_another_run_that_starts_during_the_look_is_not_blamed(
         assert len(looks) >= 2
 
         monkeypatch.setattr(footprint, "_foreign_pids", lambda: find() - {other.pid})
-        assert port in before.new()["ports"]
+        assert port in never_seen.new()["ports"]
     finally:
         other.kill()
         other.communicate()
@@ -83,3 +83,17 @@ def test_the_adapters_of_another_run_are_known_by_their_owner(
     home = adapter.create_adapter_home("a worker")
     assert footprint._shared_memory(set()) == {home.name}
     assert footprint._shared_memory({os.getpid()}) == set()
+
+
+def test_what_a_killed_worker_of_another_run_leaves_to_its_successor_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "HOME", tmp_path)
+    monkeypatch.setattr(footprint.processes, "SHM", tmp_path)
+    worker = os.getpid()
+    monkeypatch.setattr(footprint, "_foreign_pids", lambda: {worker})
+    before = footprint.Footprint()
+    home = adapter.create_adapter_home("a worker")
+    monkeypatch.setattr(footprint, "_foreign_pids", set)
+    assert home.name not in before.new().get("shared memory", set())
+    assert footprint._shared_memory(set()) == {home.name}
