@@ -279,6 +279,20 @@ async def test_long_turns_are_recorded_without_blocking_other_requests(
         store.close()
 
 
+async def test_only_long_sessions_are_assembled_in_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To start a thread takes longer than to build a usual page."""
+    calls = _watch(monkeypatch, threads, "make_page")
+    async with serve_gateway(tmp_path) as gateway:
+        await _record_forks(gateway.gateway.store, "usual", 4, 2, 100)
+        await _record_forks(gateway.gateway.store, "long", 1, 1, 30_000)
+        await _record_forks(gateway.gateway.store, "branched", 1, 50, 10)
+        for name in ("usual", "long", "branched"):
+            assert (await gateway.get(f"/v1/rollway/trajectories/{name}"))[0] == 200
+    assert [each is threading.main_thread() for each in calls] == [True, False, False]
+
+
 async def test_an_agent_tries_to_occupy_all_page_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +310,7 @@ async def test_an_agent_tries_to_occupy_all_page_threads(
     agents = [b"agent-a", b"agent-b", b"agent-c"]
     async with serve_gateway(tmp_path, access=Access(tuple(agents), (b"operator",))) as gateway:
         for token in agents:
-            await _record_forks(gateway.gateway.store, f"{scope_of(token)}/v", 1, 1, 1)
+            await _record_forks(gateway.gateway.store, f"{scope_of(token)}/v", 1, 1, 30_000)
         base = "/v1/rollway/trajectories"
 
         def fetch(token: str, name: str) -> asyncio.Task[tuple[int, Any]]:

@@ -211,9 +211,10 @@ class Gateway:
             session = await self.store.find(name)
             if session is not None:
                 shown, bounds = self.access.show(caller, name), threads.read_bounds(request.query)
-                # In a thread, while the session may grow.
+                # Long ones in a thread, while the session may grow. To start one takes longer than
+                # to build a short page.
                 work = partial(threads.make_page, session, shown, *bounds)
-                page = await self._pages.run(caller, work)
+                page = work() if session.is_short else await self._pages.run(caller, work)
                 return web.Response(body=page, content_type="application/json")
         raise self.access.missing(caller, requested)
 

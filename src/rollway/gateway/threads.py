@@ -8,7 +8,7 @@ the tokenizer again (hundreds of MiB) and copy every prompt twice.
 A slot is free again only when its thread has really ended. If all slots are busy with work that
 does not end, requests that need one are answered with 503, while short requests still work.
 
-Pages of a session's trajectories are built in such threads too: a long session is too large for
+Pages of trajectories are built in such threads too, if their session is long: it is too large for
 one answer.
 """
 
@@ -167,7 +167,7 @@ def read_bounds(query: Mapping[str, str]) -> tuple[int, int]:
 
 
 def make_page(session: Session, name: str, offset: int, limit: int) -> bytes:
-    """Return a page as JSON. It runs in a thread while the session may grow."""
+    """Return a page as JSON. It may run in a thread, while the session grows."""
     shown: list[dict[str, Any]] = []
     tokens, total = 0, session.count_trajectories()
     for sequence in islice(session.trajectories(offset), limit):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rollway.rollout.experts import RoutedExperts
 
 PARENT_MISSING = "the turn it continues is not recorded in this session"
+_SHORT_IDS = 20_000
 
 
 def new_id() -> str:
@@ -109,6 +110,17 @@ class Session:
 
     def __contains__(self, turn: str) -> bool:
         return turn in self._index
+
+    @property
+    def is_short(self) -> bool:
+        """Whether building all of its trajectories takes a few milliseconds at most. Each turn may
+        end a trajectory of its own, which repeats the ids before it."""
+        count = len(self.turns)
+        if count * count > _SHORT_IDS:  # do not look at them
+            return False
+        ids = sum(1 + len(turn.new_ids) + len(turn.token_ids) for turn in self.turns)
+        has_experts = any(turn.routed_experts is not None for turn in self.turns)
+        return count * ids <= _SHORT_IDS and not has_experts
 
     def add(self, turn: Turn) -> None:
         """Append a turn. If its parent is missing it becomes a root, and `forked` says so."""
