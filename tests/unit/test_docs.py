@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rollway.cli import make_parser
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 SOURCES = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
@@ -49,6 +51,24 @@ def test_every_measurement_that_a_page_names_has_these_arguments(
         monkeypatch.setattr(module, "run_command", parse)
         if program == "chaos" or line.strip():  # `rollway bench` alone is no command
             assert module.main(shlex.split(line)) == 0, line
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
+def test_every_command_that_a_page_shows_is_accepted(
+    page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
+    shown = re.findall(r"^ *(rollway .*)", text, re.MULTILINE)  # blocks of code
+    shown += re.findall(r"`(rollway [^`\n]*)`", text)
+    for line in (part for each in shown for part in each.partition(" #")[0].split(";")):
+        words = shlex.split(line)[1:]
+        is_pattern = re.search(r"[\[|…@{]|\.\.\.", line) or not words
+        if is_pattern or words[0] in ("bench", "chaos") or "--help" in words:
+            continue
+        try:
+            make_parser(words).parse_args(words)
+        except SystemExit:  # a sentence may name a command without all that it needs
+            assert "arguments are required" in capsys.readouterr().err, line
 
 
 @pytest.mark.parametrize("page", PAGES)
