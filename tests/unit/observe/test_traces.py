@@ -137,7 +137,9 @@ def test_the_spans_of_a_large_refit_fit_into_the_queue(
     receiver.status = 200
     tracer.flush()
     wait_until(lambda: bool(receiver.find("2999")))
-    assert bool(receiver.find("600")) is (size > 3_000)
+    # One batch of 512 is in the exporter's hands, which tries again; the queue has the others.
+    received = {span.name for span in receiver.spans}
+    assert (len(received) > 2_000) is (size > 3_000)
 
 
 @pytest.mark.parametrize(
