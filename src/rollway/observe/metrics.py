@@ -272,11 +272,6 @@ LENGTHS = {
 """Histograms of lengths in an entry `rollouts`, and what trainers call them."""
 
 
-def list_names() -> list[str]:
-    """List every name under which a value can be recorded or shown."""
-    return [name for metric in METRICS for name in metric.list_names()]
-
-
 def find_metric(name: str) -> Metric | None:
     """Return the metric of a recorded name."""
     return _BY_NAME.get(name)

@@ -237,14 +237,13 @@ class PrometheusFile:
 
     name = "Prometheus"
 
-    def __init__(self, path: Path, stack: str = "") -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._labels = {"stack": stack} if stack else {}
 
     def update(self, values: Values) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Replaced as a whole, so that nobody reads half a page.
-        private_files.replace_file(self._path, render_page([(self._labels, values)]).encode())
+        private_files.replace_file(self._path, render_page([({}, values)]).encode())
 
     def end_step(self, step: int, values: Values, lengths: Mapping[str, Histogram]) -> None:
         """Do nothing: Prometheus has its own times."""

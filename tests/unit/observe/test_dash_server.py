@@ -27,11 +27,11 @@ from rollway.observe.dash.browsers import POLICY, DashAccess
 from rollway.observe.dash.open_run import open_directory, open_stack
 from rollway.observe.dash.server import STATIC, Dashboard, _Page, serve
 from rollway.observe.dash.view import RunSource, View
-from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.observe.run_state import MOST_POINTS, Plot
 from rollway.stack.state import StackState
 from tests.observe.make_run import MadeRun, Writer, write_run
+from tests.observe.names import NAMES
 from tests.waiting import wait_until_async
 
 T = 1.7e9
@@ -377,7 +377,7 @@ def test_the_page_names_no_other_machine_and_takes_no_markup() -> None:
 
 
 def test_every_figure_of_the_page_is_a_metric() -> None:
-    names, text = set(list_names()), "\n".join(read_own(".js", ".html").values())
+    names, text = set(NAMES), "\n".join(read_own(".js", ".html").values())
     used = set(re.findall(r'"((?:rollway_|vllm:|dynamo_)\w+)"', text))
     # Percentiles are written as the name without its end.
     whole = {name for name in used if name not in {"rollway_rollout_seconds",

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from rollway.observe.metrics import LENGTHS, TRAINER_NAMES, list_names
+from rollway.observe.metrics import LENGTHS, TRAINER_NAMES
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
 from rollway.observe.run_state import RunState
 from rollway.observe.sinks import Feed, TensorBoard, TrainerNames, Wandb, list_edges, list_tags
 from tests.observe.make_run import write_run
+from tests.observe.names import NAMES
 from tests.observe.read_sinks import Points, read_tensorboard, read_wandb
 
 
@@ -71,7 +72,7 @@ def test_wandb_offline_has_one_row_per_step_and_the_same_summary(
 
 
 def test_every_tag_is_a_name_of_the_table(run_dir: Path) -> None:
-    names = set(list_names())
+    names = set(NAMES)
     assert {tag.partition("/")[0] for tag in compute_points(run_dir)} <= names
 
 
