@@ -155,6 +155,24 @@ async def test_the_end_of_a_long_record_is_shown_while_the_rest_is_read(
     )
 
 
+async def test_a_store_that_cannot_be_read_is_named_with_the_cause_and_the_fix(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    source = open_directory(run_dir)
+    source.store = tmp_path / "tiny.sqlite"
+    async with open_dash(source) as client:
+        assert "trouble" not in await client.get_json("api/sessions")  # nothing is recorded yet
+        source.store.write_text("a text " * 100)
+        answer = await client.get_json("api/sessions")
+        assert answer["sessions"] == []
+        assert "is not the store of a gateway" in answer["trouble"]
+        assert answer["trouble"].endswith(
+            "Pass another file to --journal; this one stays as it is."
+        )
+        status, body = await client.get("api/session?name=a")
+        assert (status, body.decode().strip()) == (404, answer["trouble"])
+
+
 async def test_a_dashboard_ends_while_it_reads(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
