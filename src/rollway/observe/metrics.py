@@ -264,7 +264,7 @@ TRAINER_NAMES = {
     "kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
     "generation_tokens": "vllm:generation_tokens_total",
 }
-"""What users of trainers call these metrics; see rollway.observe.sinks.TrainerNames."""
+"""What users of trainers call these metrics; see rollway.observe.sinks.make_trainer_values."""
 LENGTHS = {
     "prompt": f"{TRAINER_PREFIX}histogram/input_tokens_length",
     "sampled": f"{TRAINER_PREFIX}histogram/gen_tokens_length",
