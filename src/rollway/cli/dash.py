@@ -23,6 +23,7 @@ from rollway.observe.dash.browsers import TOKEN, TOKEN_FIX, DashAccess
 from rollway.observe.dash.conversations import Conversations
 from rollway.observe.dash.server import Dashboard, serve
 from rollway.observe.dash.view import RunSource, Watch
+from rollway.observe.read import clean_text
 from rollway.spec import is_loopback
 from rollway.stack.state import make_home
 
@@ -37,7 +38,7 @@ def dash(options: argparse.Namespace) -> int:
         try:
             Conversations(options.journal).check()
         except RollwayError as error:
-            raise UsageError(error.message, error.hint) from error
+            raise UsageError(clean_text(error.message), error.hint) from error
     with open_run.open_source(options.name, options.run) as source:
         source.store = options.journal or source.store
         asyncio.run(_serve(source, access, options))

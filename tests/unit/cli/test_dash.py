@@ -18,6 +18,13 @@ from rollway.cli import main
 from rollway.gateway.store import Store
 from tests.observe.make_run import write_old_run, write_run
 
+STORES = {
+    "other": "PRAGMA user_version = 2",
+    "damaged": "DROP TABLE turns",
+    "marked": "PRAGMA writable_schema = ON; UPDATE sqlite_master SET sql = 'CREATE TABLE (',"
+    " name = char(27) || '[31mred' WHERE name = 'turns'",
+}
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
@@ -62,6 +69,7 @@ def test_a_recorded_run_is_served_until_a_signal(run_dir: Path) -> None:
         (["--run", "RUN", "--journal", "text"], "text is not the store of a gateway"),
         (["--run", "RUN", "--journal", "other"], "the store of a gateway of another version"),
         (["--run", "RUN", "--journal", "damaged"], "damaged is damaged: its tables are not those"),
+        (["--run", "RUN", "--journal", "marked"], "malformed database schema (\ufffd[31mred)"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_the_fix(
@@ -74,10 +82,10 @@ def test_what_cannot_be_shown_is_refused_with_the_fix(
     monkeypatch.delenv("ROLLWAY_DASH_TOKEN", raising=False)
     monkeypatch.chdir(run_dir.parent)
     Path("text").write_text("a text " * 100)
-    for name, statement in (("other", "PRAGMA user_version = 2"), ("damaged", "DROP TABLE turns")):
+    for name, statements in STORES.items():
         Store(Path(name)).close()
-        with closing(sqlite3.connect(name)) as db, db:
-            db.execute(statement)
+        with closing(sqlite3.connect(name)) as db:
+            db.executescript(statements)
     given = [argument.replace("RUN", str(run_dir)) for argument in arguments]
     assert main(["dash", "--port", "0", *given]) == 2
     assert text in capsys.readouterr().err

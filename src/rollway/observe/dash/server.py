@@ -35,7 +35,7 @@ from rollway.gateway.connections import Connections
 from rollway.observe.dash.browsers import TOKEN_FIX, DashAccess, make_app, refuse
 from rollway.observe.dash.conversations import Conversations
 from rollway.observe.dash.view import PastEntries, RunSource, View, Watch
-from rollway.observe.read import Run
+from rollway.observe.read import Run, clean_text
 from rollway.observe.run_state import MOST_POINTS
 from rollway.stack.logs import LogFollower
 
@@ -163,7 +163,7 @@ class Dashboard:
         try:
             sessions = await asyncio.to_thread(self._conversations.list_sessions)
         except RollwayError as error:
-            sessions = {"trouble": str(error), "sessions": [], "left_out": 0}
+            sessions = {"trouble": clean_text(str(error)), "sessions": [], "left_out": 0}
         hidden = self._conversations.has_hidden
         return _make_json({"is_known": True, "has_hidden": hidden, **sessions})
 
@@ -173,7 +173,7 @@ class Dashboard:
             try:
                 session = await asyncio.to_thread(self._conversations.read_session, name)
             except RollwayError as error:
-                return refuse(404, str(error))
+                return refuse(404, clean_text(str(error)))
         if session is None:
             return refuse(404, "There is no such session; the newest are kept.")
         return _make_json(session)
