@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, ClassVar, Literal
 
+REPOSITORY = "https://github.com/rollway/rollway"
+"""Has deploy/ and examples/, which an installed package has not."""
 Level = Literal["ok", "note", "warning", "error"]
 
 

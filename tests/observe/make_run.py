@@ -209,6 +209,13 @@ def make_header(t: float, process: str, pid: int) -> Entry:
             "host": "node-1", "stack": STACK, "run": RUN, "rollway": "0.1.0"}  # fmt: skip
 
 
+def write_old_run(directory: Path) -> None:
+    """Write a run that an earlier Rollway recorded."""
+    directory.mkdir(parents=True)
+    entries = [make_header(1.7e9, "driver", 1) | {"schema": 1}, {"kind": "old", "t": 1.7e9}]
+    (directory / "driver-1-a.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in entries))
+
+
 class Writer:
     """Appends entries to the file of their process."""
 

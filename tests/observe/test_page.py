@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
@@ -396,8 +397,8 @@ async def test_prefix_hits_have_a_row_per_worker_now_and_as_they_were(tmp_path: 
 async def test_a_conversation_is_shown_token_by_token(tmp_path: Path) -> None:
     write_run(tmp_path / "run", workers=2, seconds=30)
     source = open_directory(tmp_path / "run")
-    source.journal = tmp_path / "tiny.sqlite"
-    store = Store(source.journal)
+    source.store = tmp_path / "tiny.sqlite"
+    store = Store(source.store)
     session = await store.open(MARKUP)
     for number in (1, 2):
         turn = Turn(
@@ -417,6 +418,22 @@ async def test_a_conversation_is_shown_token_by_token(tmp_path: Path) -> None:
         title = "document.querySelector('.turn:nth-of-type(2) .token').title"
         assert await page.run(title) == f"token {2**62}, log-prob -0.5, version 6"
         assert await page.run("document.querySelectorAll('img, #session b').length") == 0
+
+
+async def test_a_store_of_another_version_is_named_with_the_cause_and_the_fix(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path / "run", workers=2, seconds=30)
+    source = open_directory(tmp_path / "run")
+    source.store = tmp_path / "tiny.sqlite"
+    Store(source.store).close()
+    with closing(sqlite3.connect(source.store)) as db, db:
+        db.execute("PRAGMA user_version = 7")
+    async with open_page(source) as page:
+        await page.run("document.querySelector('#conversations summary').click()")
+        note = "document.getElementById('session-note').innerText"
+        await page.wait_for(f"{note}.includes('of another version')")
+        assert "Pass another file to --journal" in await page.run(note)
 
 
 async def test_a_run_without_a_journal_says_how_to_give_one(tmp_path: Path) -> None:

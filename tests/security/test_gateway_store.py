@@ -635,9 +635,10 @@ async def test_tables_of_another_program_are_refused(path: Path, statements: str
     other.executescript(statements)
     other.close()
     before = path.read_bytes()
-    with pytest.raises(StoreDamaged, match="tables are not those of a gateway"):
-        Store(path)
-    assert path.read_bytes() == before and Conversations(path).list_sessions()["sessions"] == []
+    for read in (Store, lambda path: Conversations(path).list_sessions()):
+        with pytest.raises(StoreDamaged, match="tables are not those of a gateway"):
+            read(path)
+    assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 
 

@@ -224,6 +224,6 @@ async def train(stack: rollway.aio.Stack, policies: list[Policy]) -> None:
     await sampling
     recorder = stack.run_recorder
     assert recorder is not None
-    # A gateway records these (rollway.gateway.history); its own tests are elsewhere.
+    # A gateway records these (rollway.gateway.command); its own tests are elsewhere.
     recorder.write("gateway", sessions=1, turns=2)
     recorder.write("forks", reason="edited", count=1)

@@ -15,11 +15,11 @@ import pytest
 import rollway
 from rollway.errors import UsageError
 from rollway.observe import metrics_endpoint
-from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.stack.state import StackDir, StackState, find_record_dir, home
 from tests.conftest import Footprint
 from tests.light.spec import light
+from tests.observe.names import NAMES
 from tests.stack.mocker import mocker_spec
 from tests.stack.policies import Policy
 from tests.waiting import wait_until
@@ -69,7 +69,7 @@ def test_a_stack_records_its_workers_their_deaths_and_their_metrics(
     last = list_entries(directory, "workers")[-1]["workers"]
     assert {w["name"]: w["restarts"] for w in last}[worker.name] == 1
     samples = [entry["values"] for entry in list_entries(directory, "sample")]
-    assert {name for values in samples for name in values} <= set(list_names())
+    assert {name for values in samples for name in values} <= set(NAMES)
     assert "dynamo_frontend_inflight_requests" in samples[-1]
     keys = [set(values.get("vllm:num_requests_running", {})) for values in samples]
     assert len(keys[-1]) == 2 and any(len(names) == 1 for names in keys)  # a gap, no zero

@@ -17,11 +17,13 @@ from typing import Any
 from rollway import callers
 from rollway.cli.arguments import Parser, add_flag, add_listening, add_name, set_command
 from rollway.cli.output import print_json, print_progress, print_result
-from rollway.errors import UsageError
+from rollway.errors import RollwayError, UsageError
 from rollway.observe.dash import live_table, open_run
 from rollway.observe.dash.browsers import TOKEN, TOKEN_FIX, DashAccess
+from rollway.observe.dash.conversations import Conversations
 from rollway.observe.dash.server import Dashboard, serve
 from rollway.observe.dash.view import RunSource, Watch
+from rollway.observe.read import clean_text
 from rollway.spec import is_loopback
 from rollway.stack.state import make_home
 
@@ -32,10 +34,13 @@ def dash(options: argparse.Namespace) -> int:
     access = DashAccess(read_token(options))
     if access.token and not is_loopback(options.host):
         print_progress(f"What the page shows crosses the network of {options.host} in the clear.")
-    if options.journal is not None and not options.journal.is_file():
-        raise UsageError(f"{options.journal} is not a file.", "Give the store of a gateway.")
+    if options.journal is not None:
+        try:
+            Conversations(options.journal).check()
+        except RollwayError as error:
+            raise UsageError(clean_text(error.message), error.hint) from error
     with open_run.open_source(options.name, options.run) as source:
-        source.journal = options.journal or source.journal
+        source.store = options.journal or source.store
         asyncio.run(_serve(source, access, options))
     return 0
 

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import rollway
 from rollway.cli.arguments import Parser, pick_fields, set_command
-from rollway.errors import UsageError, require
-
-REPOSITORY = "https://github.com/rollway/rollway"
+from rollway.errors import REPOSITORY, UsageError, require
 
 
 def _add_program(package: str, parser: Parser) -> None:

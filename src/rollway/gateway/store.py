@@ -81,6 +81,7 @@ _MOST_REASONS = 32
 
 DAMAGE = (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError)
 """What reading a damaged file may raise."""
+_FIX = "Pass another file to --journal; this one stays as it is."
 _HINTS = {
     0: "Put it back, or restart the gateway.",
     sqlite3.SQLITE_BUSY: "Another program writes to it: try again.",
@@ -105,8 +106,7 @@ class StoreDamaged(RollwayError):
     def __init__(self, path: Path | None, reason: str) -> None:
         super().__init__(
             f"The store {path} is damaged: {reason}.",
-            "Restore a copy of it and remove its -wal, or pass another file to --journal; this one "
-            "stays as it is.",
+            f"Restore a copy of it and remove its -wal, or {_FIX.lower()}",
         )
 
 
@@ -151,8 +151,8 @@ class Store:
         self._eraser: threading.Timer | None = None
         self._file = None if path is None else _claim(path)
         try:
-            with _explain(path):
-                if path is not None and _has_content(path):
+            with explain(path):
+                if path is not None and has_content(path):
                     _check_log(path)
                     # Apart, and only to read: closing a connection that may write changes the file.
                     with closing(connect(path, "ro", is_claimed=True)) as db:
@@ -271,7 +271,7 @@ class Store:
             return session
         session = Session(name)
         query = "SELECT turn, crc FROM turns WHERE session = ? ORDER BY number"
-        with _explain(self._name):
+        with explain(self._name):
             for raw, crc in self._db.execute(query, (self._ids.get(name),)):
                 turn = decode(raw, crc, self._name)
                 if turn.session != name:
@@ -450,31 +450,26 @@ def _claim(path: Path) -> int:
     """Create the file if it is missing, and lock it; return its descriptor. Nobody else may read
     the files, nor put others in their place, unless the directory is theirs, or is their group's
     and lets it write."""
-    try:
+    with explain(path):
         for directory in [each for each in reversed(path.parents) if not each.exists()]:
             directory.mkdir(mode=0o700)
         if path.parent.stat().st_mode & stat.S_IWOTH:
             raise OSError(errno.EPERM, "All users can write to its directory")
         for suffix in ("", "-wal", "-shm", "-journal"):
-            _check_owner(Path(f"{path}{suffix}"))
+            check_owner(Path(f"{path}{suffix}"))
         is_read_only = path.exists() and not os.access(path, os.W_OK)
         access = os.O_RDONLY if is_read_only else os.O_RDWR | os.O_CREAT
         file = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UsageError(
-            f"The store {path} cannot be used: {error.strerror}.", "Pass another file to --journal."
-        ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # SQLite's own locks are of another kind
     except OSError as error:
         os.close(file)
-        raise UsageError(
-            f"Another gateway uses the store {path}.", "Pass another file to --journal."
-        ) from error
+        raise UsageError(f"Another gateway uses the store {path}.", _FIX) from error
     return file
 
 
-def _check_owner(path: Path) -> None:
+def check_owner(path: Path) -> None:
+    """Raise OSError unless a file is missing, or is one of this user."""
     with suppress(FileNotFoundError):
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
@@ -483,7 +478,7 @@ def _check_owner(path: Path) -> None:
             raise OSError(errno.EPERM, "It belongs to another user")
 
 
-def _has_content(path: Path) -> bool:
+def has_content(path: Path) -> bool:
     """Return whether the file is not new. SQLite takes a file of one byte for a new one, too, and
     removes the log of an empty file with all turns in it: refuse both."""
     size, log = path.stat().st_size, Path(f"{path}-wal")
@@ -559,20 +554,18 @@ def connect(path: Path | None, access: str, *, is_claimed: bool = False) -> sqli
 
 
 @contextmanager
-def _explain(path: Path | None) -> Iterator[None]:
-    """Raise errors of SQLite with their cause and a fix."""
+def explain(path: Path | None) -> Iterator[None]:
+    """Raise errors of the system and of SQLite with their cause and a fix."""
     try:
         yield
+    except OSError as error:
+        raise UsageError(f"The store {path} cannot be used: {error.strerror}.", _FIX) from error
     except sqlite3.OperationalError as error:
-        raise RollwayError(
-            f"The store {path} cannot be read: {error}.", "Pass another file to --journal."
-        ) from error
+        raise RollwayError(f"The store {path} cannot be read: {error}.", _FIX) from error
     except DAMAGE as error:
         if getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_NOTADB:
             raise StoreDamaged(path, str(error)) from error
-        raise UsageError(
-            f"{path} is not the store of a gateway: {error}.", "Pass another file to --journal."
-        ) from error
+        raise UsageError(f"{path} is not the store of a gateway: {error}.", _FIX) from error
 
 
 def _create(db: sqlite3.Connection) -> None:
@@ -584,10 +577,21 @@ def _create(db: sqlite3.Connection) -> None:
         db.executescript(f"BEGIN; {_TABLES}; {_NAMES}; COMMIT;")
 
 
-def has_our_tables(db: sqlite3.Connection) -> bool:
-    """Return whether a file has the tables of this version and nothing else: a view may never end,
-    and a trigger may delete turns. Ask before any other query."""
-    return [sql for (sql,) in db.execute("SELECT sql FROM sqlite_master")] == _TABLES.split(";\n")
+def has_tables(db: sqlite3.Connection, path: Path) -> bool:
+    """Return whether there are tables yet. Raise unless they are those of this version and nothing
+    else: a view may never end, and a trigger may delete turns. Ask before any other query."""
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    tables = [sql for (sql,) in db.execute("SELECT sql FROM sqlite_master")]
+    if not application and not tables:  # a gateway was killed while it created the tables
+        return False
+    if application != _APPLICATION:
+        raise UsageError(f"{path} is another database.", _FIX)
+    if version != VERSION:
+        raise UsageError(f"{path} is the store of a gateway of another version.", _FIX)
+    if tables != _TABLES.split(";\n"):
+        raise StoreDamaged(path, "its tables are not those of a gateway")
+    return True
 
 
 def _stat(path: str) -> tuple[int, int, int]:
@@ -600,19 +604,8 @@ def _stat(path: str) -> tuple[int, int, int]:
 
 def _check(db: sqlite3.Connection, path: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Check every row. Return the id of each session, and its number of turns."""
-    (application,) = db.execute("PRAGMA application_id").fetchone()
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if not application and not tables:  # a gateway was killed while it created the tables
+    if not has_tables(db, path):
         return {}, {}
-    if (application, version) != (_APPLICATION, VERSION):
-        kind = "the store of a gateway of another version"
-        raise UsageError(
-            f"{path} is {kind if application == _APPLICATION else 'another database'}.",
-            "Pass another file to --journal; this one stays as it is.",
-        )
-    if not has_our_tables(db):
-        raise StoreDamaged(path, "its tables are not those of a gateway")
     if (size := path.stat().st_size) > _LARGE:
         log.warning("Checking the store before the gateway listens: %d MiB.", size // 2**20)
     (result,) = db.execute("PRAGMA integrity_check(1)").fetchone()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import (
+    REPOSITORY,
     ClusterError,
     Conflict,
     Forbidden,
@@ -325,7 +326,7 @@ def _explain_forbidden(refusal: Refusal) -> RollwayError:
     role = "Role" if refusal.kind.namespaced else "ClusterRole"
     return Forbidden(
         f"You may not do this: {text}",
-        f"Add this rule to your {role} (deploy/rbac has whole ones): {json.dumps(rule)}",
+        f"Add this rule to your {role} (see deploy/rbac of {REPOSITORY}): {json.dumps(rule)}",
         rule=rule,
     )
 

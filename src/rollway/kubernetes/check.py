@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollway.errors import (
+    REPOSITORY,
     ClusterError,
     Forbidden,
     KindMissing,
@@ -99,13 +100,11 @@ def _check_kinds(cluster: Cluster, manifests: Manifests) -> Iterator[Problem]:
 def _check_multinode(cluster: Cluster, manifests: Manifests) -> Iterator[Problem]:
     """Ask for what runs workers over several nodes. Without it the operator makes no pods, and says
     so in the status of the graph alone."""
-    specs = (graph["spec"] for graph in manifests.graphs.values())
-    parts = (part for spec in specs for part in spec["components"])
+    parts = (part for graph in manifests.graphs.values() for part in graph["spec"]["components"])
     if any(part.get("multinode") for part in parts):
-        groups = cluster.list_groups()
-        has_any = "grove.io" in groups or groups >= _LWS
+        has_any = "grove.io" in (groups := cluster.list_groups()) or groups >= _LWS
         text = "Workers over several nodes need Grove, or LeaderWorkerSet and Volcano."
-        fix = "Set `global.grove.install: true` in the values of deploy/helm, and apply them."
+        fix = f"Apply deploy/helm of {REPOSITORY} with `global.grove.install: true` in its values."
         yield Problem("multinode", "ok" if has_any else "error", text, "" if has_any else fix)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from rollway.errors import SpecError
+from rollway.errors import REPOSITORY, SpecError
 from rollway.kubernetes import pods
 from rollway.kubernetes.dgd import load_graph
 from rollway.kubernetes.entrypoint import check_line_ends, explain_hidden_status, resolve_entrypoint
@@ -98,7 +98,7 @@ def name_shape(field: str) -> Iterator[None]:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise SpecError(
             f"`{field}` has a field of another shape than Kubernetes' own ({error}).",
-            "Compare it with examples/kubernetes.",
+            f"Compare it with examples/kubernetes of {REPOSITORY}.",
         ) from error
 
 

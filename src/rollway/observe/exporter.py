@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 
 import rollway
-from rollway.errors import PortInUse, RollwayError, StackNotRunning, UsageError
+from rollway.errors import REPOSITORY, PortInUse, RollwayError, StackNotRunning, UsageError
 from rollway.fleet.discovery import Worker
 from rollway.model_spec import slug
 from rollway.observe import metrics_endpoint
@@ -177,7 +177,8 @@ async def open_listing(name: str) -> AsyncIterator[ListGroups]:
     """Yield a function that lists the targets of a stack, by its name or its address."""
     if name.startswith("dgd://"):
         raise UsageError(
-            f"{name} is behind an API server.", "Apply deploy/observe/podmonitors.yaml there."
+            f"{name} is behind an API server.",
+            f"Apply deploy/observe/podmonitors.yaml of {REPOSITORY} there.",
         )
     if "://" in name:
         async with rollway.attach(name, watch=False) as stack:

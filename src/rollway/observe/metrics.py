@@ -264,17 +264,12 @@ TRAINER_NAMES = {
     "kv_cache_usage_perc": "vllm:kv_cache_usage_perc",
     "generation_tokens": "vllm:generation_tokens_total",
 }
-"""What users of trainers call these metrics; see rollway.observe.sinks.TrainerNames."""
+"""What users of trainers call these metrics; see rollway.observe.sinks.make_trainer_values."""
 LENGTHS = {
     "prompt": f"{TRAINER_PREFIX}histogram/input_tokens_length",
     "sampled": f"{TRAINER_PREFIX}histogram/gen_tokens_length",
 }
 """Histograms of lengths in an entry `rollouts`, and what trainers call them."""
-
-
-def list_names() -> list[str]:
-    """List every name under which a value can be recorded or shown."""
-    return [name for metric in METRICS for name in metric.list_names()]
 
 
 def find_metric(name: str) -> Metric | None:

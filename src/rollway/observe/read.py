@@ -40,7 +40,7 @@ from rollway.observe.record import SCHEMA, SHAPES, Entry
 from rollway.observe.thinning import SEGMENT
 
 MOST_ENTRIES = 5_000
-"""How many entries one `Follower.poll` returns."""
+"""How many entries one `RunFollower.poll` returns."""
 LARGEST_LINE = 32 << 20
 """A refit's report of 4,096 workers has 8 MB. A longer line is read as several, all damaged."""
 _LINES = 4_096
@@ -141,7 +141,9 @@ class Run:
             )
 
     def read(self) -> Iterator[Entry]:
-        """Yield all entries that are there now, in the order of time."""
+        """Yield all entries that are there now, in the order of time. Raise if another Rollway
+        recorded all of them."""
+        self.check_schema()
         return self.follower().read()
 
     def read_end(self, most_bytes: int = _END_BYTES) -> Iterator[Entry]:

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollway.observe.metrics import PERCENTILES, Values, make_labels_key
+from rollway.observe.metrics import LENGTHS, PERCENTILES, TRAINER_NAMES, Values, make_labels_key
 from rollway.observe.record import Entry
 from rollway.observe.refits import Timeline
-from rollway.observe.workers import KV, LOAD, WAITING, Bins, Workers
+from rollway.observe.workers import KV, LOAD, WAITING, Bins, Workers, get_worker
 from rollway.versions import BASE_VERSION
 
 WINDOW_SECONDS = 300.0
@@ -135,6 +135,18 @@ class Transfers:
     seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class Stretch:
+    """What was recorded between two refits, for the names that users of trainers know."""
+
+    samples: dict[str, dict[str, tuple[float, int, float]]] = field(default_factory=dict)
+    """Sum, count and last value, by metric and worker."""
+    lengths: dict[str, Counter[int]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.samples or self.lengths)
+
+
 class RunState:
     """The state of a run.
 
@@ -179,6 +191,7 @@ class RunState:
         self.step_seconds = 0.0
         self.part_seconds: Counter[str] = Counter()
         self.plots: dict[str, Plot] = {}
+        self._stretch, self._last_stretch = Stretch(), Stretch()
 
     @property
     def seconds(self) -> float:
@@ -196,6 +209,15 @@ class RunState:
     def list_totals(self) -> dict[str, float]:
         """Return the counts of rollouts so far, by the names that entries have for them."""
         return {field: self.get(f"{name}_total") for field, name in _TOTALS.items()}
+
+    def take_stretch(self) -> Stretch:
+        """Return what was recorded before the last refit, or since it if nothing was, and forget
+        it."""
+        stretch = self._last_stretch or self._stretch
+        if stretch is self._stretch:
+            self._stretch = Stretch()
+        self._last_stretch = Stretch()
+        return stretch
 
     def count_foreign_tokens(self) -> int:
         """Count tokens of versions that no worker of this run had. All begin with the base, which
@@ -252,6 +274,8 @@ class RunState:
         self.timeline.add_step(entry)
 
     def _add_refit(self, entry: Entry, t: float) -> None:
+        if self._stretch:
+            self._last_stretch, self._stretch = self._stretch, Stretch()
         refit = self.timeline.add_refit(entry)
         seconds, paused = refit.seconds or 0.0, refit.paused_seconds or 0.0
         slowest, is_ok = refit.find_slowest(), refit.outcome == "ok"
@@ -324,6 +348,12 @@ class RunState:
         dropped = values.get("rollway_record_dropped_total", {})
         self.dropped = max(self.dropped, sum(dropped.values()))
         self.workers.add_sample(values, t)
+        for metric in TRAINER_NAMES.values():
+            workers = self._stretch.samples.setdefault(metric, {})
+            for key, value in values.get(metric, {}).items():
+                worker = get_worker(key)
+                total, count, _ = workers.get(worker, (0.0, 0, 0.0))
+                workers[worker] = total + value, count + 1, value
         for metric, name in ((LOAD, "running"), (WAITING, "waiting")):
             if metric in values:
                 self._plot(name, t, sum(values[metric].values()))
@@ -356,6 +386,9 @@ class RunState:
                     self._plot(f"{field_name}_{percentile}", t, levels[percentile])
                     known = self.levels.setdefault(f"{field_name}_{percentile}", Counter())
                     known[float(f"{levels[percentile]:.3g}")] += 1
+        for name, counts in (entry.get("histograms") or {}).items():
+            if name in LENGTHS:
+                self._stretch.lengths.setdefault(name, Counter()).update(counts)
         retries, versions = entry.get("retries", {}), entry.get("versions", {})
         self._count_each("retries_total", "cause", retries)
         self._count_each("version_tokens_total", "version", versions)

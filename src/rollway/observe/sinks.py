@@ -14,9 +14,7 @@ import logging
 import math
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,12 +27,11 @@ from rollway.observe.metrics import (
     Values,
     find_metric,
     make_labels_key,
-    parse_labels_key,
 )
 from rollway.observe.metrics_endpoint import render_page
 from rollway.observe.read import Run
 from rollway.observe.record import Entry, Recorder
-from rollway.observe.run_state import RunState
+from rollway.observe.run_state import RunState, Stretch
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +82,7 @@ class Feed:
         self._sinks = list(sinks)
         self._recorder = recorder
         self._state = RunState()
-        self._names = TrainerNames() if trainer_names else None
+        self._has_trainer_names = trainer_names
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollway-sinks", daemon=True)
         self._thread.start()
@@ -112,15 +109,16 @@ class Feed:
     def _take(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._state.add(entry)
-            if self._names is not None:
-                self._names.add(entry)
             if entry["kind"] == "trainer":
                 self._end_step(entry["step"])
         self._tell(lambda sink: sink.update(self._state.values))
 
     def _end_step(self, step: int) -> None:
-        values, lengths = self._names.take() if self._names is not None else ({}, {})
-        values = {**self._state.values, **values}
+        values = dict(self._state.values)
+        lengths: dict[str, Histogram] = {}
+        if self._has_trainer_names:
+            more, lengths = make_trainer_values(self._state.take_stretch())
+            values |= more
         self._tell(lambda sink: sink.end_step(step, values, lengths))
 
     def _tell(self, call: Callable[[Sink], None]) -> None:
@@ -237,14 +235,13 @@ class PrometheusFile:
 
     name = "Prometheus"
 
-    def __init__(self, path: Path, stack: str = "") -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._labels = {"stack": stack} if stack else {}
 
     def update(self, values: Values) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Replaced as a whole, so that nobody reads half a page.
-        private_files.replace_file(self._path, render_page([(self._labels, values)]).encode())
+        private_files.replace_file(self._path, render_page([({}, values)]).encode())
 
     def end_step(self, step: int, values: Values, lengths: Mapping[str, Histogram]) -> None:
         """Do nothing: Prometheus has its own times."""
@@ -272,64 +269,26 @@ def list_tags(values: Values) -> dict[str, float]:
 # --- the names that users of trainers know -------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Stretch:
-    """What was sampled between two refits: sum, count and last value, by name and worker."""
-
-    samples: dict[str, dict[str, tuple[float, int, float]]] = field(default_factory=dict)
-    lengths: dict[str, Counter[int]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.samples or self.lengths)
-
-
-class TrainerNames:
-    """Computes `TRAINER_NAMES` as NeMo-RL logs them: of a counter the last value, of a gauge the
-    mean, over the stretch before the last refit.
+def make_trainer_values(stretch: Stretch) -> tuple[Values, dict[str, Histogram]]:
+    """Return `TRAINER_NAMES` as NeMo-RL logs them, and histograms: of a counter the last value, of
+    a gauge the mean.
 
     The names are always there: without a sample an average is NaN, which plots as a gap. Lengths
     are counts by powers of two; no whole rollout is ever logged."""
-
-    def __init__(self) -> None:
-        self._now, self._before = _Stretch(), _Stretch()
-
-    def add(self, entry: Entry) -> None:
-        """Take an entry; one that has nothing to do with these names changes nothing."""
-        match entry["kind"]:
-            case "sample":
-                for name, source in TRAINER_NAMES.items():
-                    workers = self._now.samples.setdefault(name, {})
-                    for key, value in entry["values"].get(source, {}).items():
-                        worker = parse_labels_key(key).get("worker", "")
-                        total, count, _ = workers.get(worker, (0.0, 0, 0.0))
-                        workers[worker] = (total + value, count + 1, value)
-            case "rollouts":
-                for name, counts in (entry.get("histograms") or {}).items():
-                    if name in LENGTHS:
-                        self._now.lengths.setdefault(name, Counter()).update(counts)
-            case "refit" if self._now:
-                self._before, self._now = self._now, _Stretch()
-
-    def take(self) -> tuple[Values, dict[str, Histogram]]:
-        """Return the values and histograms of the step that ends, and forget them."""
-        stretch = self._before or self._now
-        if stretch is self._now:
-            self._now = _Stretch()
-        self._before = _Stretch()
-        values: Values = {}
-        for name, source in TRAINER_NAMES.items():
-            metric = find_metric(source)
-            is_counter = metric is not None and metric.kind == "counter"
-            figures = {
-                worker: last if is_counter else total / count
-                for worker, (total, count, last) in stretch.samples.get(name, {}).items()
-            }
-            average = sum(figures.values()) / len(figures) if figures else math.nan
-            values[f"{TRAINER_PREFIX}average_{name}"] = {"": average}
-            values[f"{TRAINER_PREFIX}per_worker_{name}"] = {
-                make_labels_key(worker=worker): value for worker, value in figures.items()
-            }
-        return values, {LENGTHS[name]: dict(counts) for name, counts in stretch.lengths.items()}
+    values: Values = {}
+    for name, source in TRAINER_NAMES.items():
+        metric = find_metric(source)
+        is_counter = metric is not None and metric.kind == "counter"
+        figures = {
+            worker: last if is_counter else total / count
+            for worker, (total, count, last) in stretch.samples.get(source, {}).items()
+        }
+        average = sum(figures.values()) / len(figures) if figures else math.nan
+        values[f"{TRAINER_PREFIX}average_{name}"] = {"": average}
+        values[f"{TRAINER_PREFIX}per_worker_{name}"] = {
+            make_labels_key(worker=worker): value for worker, value in figures.items()
+        }
+    return values, {LENGTHS[name]: dict(counts) for name, counts in stretch.lengths.items()}
 
 
 def list_edges(histogram: Histogram) -> tuple[list[int], list[int]]:

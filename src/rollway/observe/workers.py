@@ -195,18 +195,18 @@ class Workers:
             while samples[0][0] <= self._last_sample - GAP_SECONDS and len(samples) > 1:
                 samples.popleft()
         for key, share in values.get(KV, {}).items():
-            if history := self.histories.get(_get_worker(key)):
+            if history := self.histories.get(get_worker(key)):
                 history.samples += 1
                 history.full_samples += share >= KV_FULL
         for key in values.get("rollway_scrape_failed", {}):
-            if history := self.histories.get(_get_worker(key)):
+            if history := self.histories.get(get_worker(key)):
                 history.unread_samples += 1
         hits = values.get(HITS, {})
         for key, queries in values.get(QUERIES, {}).items():
             # What a decode worker calls hits is KV that came from prefill workers.
             if queries > 0 and _parse_key(key).get("role") != "decode":
                 self._began = t if self._began is None else self._began
-                bins = self._hits.setdefault(_get_worker(key), Bins(self._began))
+                bins = self._hits.setdefault(get_worker(key), Bins(self._began))
                 bins.add(t, _share(hits.get(key, 0.0), queries), queries)
 
     def list_hits(self) -> list[dict[str, Any]]:
@@ -259,7 +259,7 @@ class Workers:
             for t, amounts in samples:
                 if t > oldest:
                     for key, amount in amounts.items():
-                        sampled.setdefault(_get_worker(key), {})[metric] = amount
+                        sampled.setdefault(get_worker(key), {})[metric] = amount
         return sampled
 
     def _watch(self, t: float) -> None:
@@ -291,7 +291,8 @@ def _share(hits: float, queries: float) -> float:
     return min(max(hits / queries, 0.0), 1.0)
 
 
-def _get_worker(key: str) -> str:
+def get_worker(key: str) -> str:
+    """Return the worker that the key of a sample's value names; an empty text if none."""
     return _parse_key(key).get("worker", "")
 
 

@@ -5,20 +5,31 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from rollway.cli import main
-from tests.observe.make_run import write_run
+from rollway.gateway.store import Store
+from tests.observe.make_run import write_old_run, write_run
+
+STORES = {
+    "other": "PRAGMA user_version = 2",
+    "damaged": "DROP TABLE turns",
+    "marked": "PRAGMA writable_schema = ON; UPDATE sqlite_master SET sql = 'CREATE TABLE (',"
+    " name = char(27) || '[31mred' WHERE name = 'turns'",
+}
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     write_run(tmp_path / "run", workers=2, seconds=30)
+    write_old_run(tmp_path / "run" / "old")
     return tmp_path / "run"
 
 
@@ -52,7 +63,13 @@ def test_a_recorded_run_is_served_until_a_signal(run_dir: Path) -> None:
         (["--run", "RUN", "--host", "0.0.0.0"], "without a token"),
         (["--run", "RUN", "policy"], "A stack and a run directory are given"),
         (["--run", "RUN/nothing"], "is not a directory"),
+        (["--run", "RUN/old"], "its schema is 1, and this version reads 2"),
         (["--run", "."], "has no record of a run"),
+        (["--run", "RUN", "--journal", "RUN/nothing"], "No such file"),
+        (["--run", "RUN", "--journal", "text"], "text is not the store of a gateway"),
+        (["--run", "RUN", "--journal", "other"], "the store of a gateway of another version"),
+        (["--run", "RUN", "--journal", "damaged"], "damaged is damaged: its tables are not those"),
+        (["--run", "RUN", "--journal", "marked"], "malformed database schema (\ufffd[31mred)"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_the_fix(
@@ -64,6 +81,11 @@ def test_what_cannot_be_shown_is_refused_with_the_fix(
 ) -> None:
     monkeypatch.delenv("ROLLWAY_DASH_TOKEN", raising=False)
     monkeypatch.chdir(run_dir.parent)
+    Path("text").write_text("a text " * 100)
+    for name, statements in STORES.items():
+        Store(Path(name)).close()
+        with closing(sqlite3.connect(name)) as db:
+            db.executescript(statements)
     given = [argument.replace("RUN", str(run_dir)) for argument in arguments]
     assert main(["dash", "--port", "0", *given]) == 2
     assert text in capsys.readouterr().err

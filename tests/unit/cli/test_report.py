@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from rollway.cli import main
 from rollway.observe.record import Recorder
-from tests.observe.make_run import write_run
+from tests.observe.make_run import write_old_run, write_run
 
 
 @pytest.fixture
@@ -74,6 +75,22 @@ def test_wrong_input_is_refused_with_the_fix(
 ) -> None:
     assert main(["report", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["old"], ["old", "first"], ["first", "old"], ["old", "older"], []]
+)
+def test_a_run_of_an_earlier_version_is_refused_with_the_reason(
+    runs: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_old_run(runs / "older")
+    write_old_run(runs / "old")
+    os.utime(runs / "old" / "driver-1-a.jsonl", (2e9, 2e9))  # the newest
+    assert main(["report", *arguments]) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert f"Another version of Rollway recorded {runs / 'old'}: its schema is 1" in text
+    assert "Read it with the version that recorded it." in text
+    assert list(Path().iterdir()) == []  # no report was written
 
 
 def test_without_a_run_it_says_where_runs_are(

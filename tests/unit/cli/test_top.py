@@ -20,13 +20,14 @@ from rollway.cli import main
 from rollway.observe.dash.live_table import draw
 from rollway.observe.dash.open_run import open_directory
 from rollway.observe.dash.view import Watch
-from tests.observe.make_run import MadeRun, Writer, write_run
+from tests.observe.make_run import MadeRun, Writer, write_old_run, write_run
 from tests.waiting import wait_until
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     write_run(tmp_path / "run", workers=2, seconds=30)
+    write_old_run(tmp_path / "run" / "old")
     return tmp_path / "run"
 
 
@@ -68,6 +69,7 @@ def test_a_damaged_record_is_printed_as_far_as_it_goes(
     [
         (["--run", "RUN", "policy"], "A stack and a run directory are given"),
         (["--run", "RUN/nothing"], "is not a directory"),
+        (["--run", "RUN/old"], "its schema is 1, and this version reads 2"),
         (["--run", "RUN", "--interval", "0"], "--interval is 0"),
     ],
 )

@@ -7,13 +7,14 @@ import os
 import sqlite3
 import tracemalloc
 import zlib
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from rollway.errors import RollwayError
 from rollway.gateway import store as store_module
 from rollway.gateway.store import Store, StoreDamaged
 from rollway.gateway.turns import Turn
@@ -87,14 +88,77 @@ async def test_only_the_newest_sessions_are_listed(
     assert listed["left_out"] == 2
 
 
-async def test_a_link_a_pipe_or_another_file_shows_nothing(tmp_path: Path) -> None:
-    (await write(tmp_path / "real", make_turn("a", 1))).close()
-    assert Conversations(tmp_path / "real").list_sessions()["sessions"]
-    (tmp_path / "link").symlink_to(tmp_path / "real")
+def check_refused(path: Path, cause: str) -> None:
+    """Check that the reader gives the cause and the fix, as a gateway does, and writes nothing."""
+    before = path.read_bytes() if path.is_file() else b""
+    reader = Conversations(path)
+    texts = set()
+    for read in (reader.check, reader.list_sessions, lambda: reader.read_session("a")):
+        with pytest.raises(RollwayError, match=cause) as caught:
+            read()
+        texts.add(str(caught.value))
+    with pytest.raises(RollwayError, match=cause) as caught:
+        Store(path)
+    assert texts == {str(caught.value)} and "ass another file to --journal" in caught.value.hint
+    assert (path.read_bytes() if path.is_file() else b"") == before
+
+
+@pytest.mark.parametrize(
+    ("statement", "cause"),
+    [
+        ("PRAGMA user_version = 2", "is the store of a gateway of another version"),
+        ("PRAGMA application_id = 1", "is another database"),
+        ("CREATE VIEW v AS SELECT 1", "its tables are not those of a gateway"),
+        ("ALTER TABLE turns RENAME TO others", "its tables are not those of a gateway"),
+    ],
+)
+async def test_a_store_of_another_version_or_with_other_tables_is_refused_with_the_fix(
+    tmp_path: Path, statement: str, cause: str
+) -> None:
+    path = tmp_path / "tiny.sqlite"
+    (await write(path, make_turn("a", 1))).close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute(statement)
+    check_refused(path, cause)
+
+
+async def test_another_or_a_damaged_file_is_refused_with_the_fix(tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    (await write(real, make_turn("a", 1))).close()
+    with closing(sqlite3.connect(tmp_path / "other")) as db, db:
+        db.execute("CREATE TABLE notes (text TEXT)")
+    (tmp_path / "text").write_text("no store" * 100)
+    (tmp_path / "torn").write_bytes(real.read_bytes()[:1024] + bytes(4096))
+    (tmp_path / "cut").write_bytes(b"S")
+    (tmp_path / "link").symlink_to(real)
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "text").write_text("no store")
-    for name in ("link", "pipe", "text", "missing"):
-        assert Conversations(tmp_path / name).list_sessions()["sessions"] == []
+    for name, cause in {
+        "other": "is another database",
+        "text": "is not the store of a gateway",
+        "torn": "is damaged",
+        "cut": "is damaged: it is cut off",
+        "link": "cannot be used: It is not a regular file",
+        "pipe": "cannot be used: It is not a regular file",
+    }.items():
+        check_refused(tmp_path / name, cause)
+
+
+async def test_a_store_of_another_user_is_refused_with_the_fix(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.sqlite"
+    (await write(path, make_turn("a", 1))).close()
+    if os.getuid() == 0:
+        os.chown(path, 65534, -1)
+    else:
+        path.chmod(0)
+    with pytest.raises(RollwayError, match=r"belongs to another user|cannot be read"):
+        Conversations(path).list_sessions()
+
+
+def test_a_gateway_that_has_recorded_nothing_has_no_sessions(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    Store(tmp_path / "new").close()
+    for name in ("missing", "empty", "new"):
+        assert Conversations(tmp_path / name).list_sessions() == {"sessions": [], "left_out": 0}
 
 
 async def test_what_is_sent_is_bounded_and_is_json(
@@ -119,19 +183,17 @@ async def test_what_is_sent_is_bounded_and_is_json(
         "UPDATE turns SET crc = 'z'",
         "UPDATE turns SET turn = 'text'",
         "UPDATE turns SET tokens = 'abc', forked = x'00'",
-        "ALTER TABLE turns RENAME TO others",
-        "CREATE VIEW v AS SELECT 1",
     ],
 )
-async def test_a_damaged_store_shows_less_and_fails_no_request(
-    tmp_path: Path, statement: str
-) -> None:
+async def test_a_damaged_store_shows_less_or_is_refused(tmp_path: Path, statement: str) -> None:
     path = tmp_path / "tiny.sqlite"
     (await write(path, make_turn("a", 1))).close()
     with closing(sqlite3.connect(path)) as db, db:
         db.execute(statement)
     reader = Conversations(path)
-    json.dumps([reader.list_sessions(), reader.read_session("a")])
+    for read in (reader.list_sessions, lambda: reader.read_session("a")):
+        with suppress(StoreDamaged):
+            json.dumps(read())
 
 
 async def test_a_turn_of_another_session_is_not_shown(tmp_path: Path) -> None:
@@ -201,7 +263,8 @@ async def test_a_file_whose_pages_repeat_does_not_hang_the_reader(
     path.write_bytes(content)
     with pytest.raises(StoreDamaged):
         Store(path)
-    assert Conversations(path).list_sessions()["sessions"] == []
+    with pytest.raises(RollwayError, match="cannot be read: interrupted"):
+        Conversations(path).list_sessions()
 
 
 async def test_reading_puts_nothing_beside_the_store_of_a_gateway_that_ended(

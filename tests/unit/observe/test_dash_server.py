@@ -27,11 +27,11 @@ from rollway.observe.dash.browsers import POLICY, DashAccess
 from rollway.observe.dash.open_run import open_directory, open_stack
 from rollway.observe.dash.server import STATIC, Dashboard, _Page, serve
 from rollway.observe.dash.view import RunSource, View
-from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.observe.run_state import MOST_POINTS, Plot
 from rollway.stack.state import StackState
 from tests.observe.make_run import MadeRun, Writer, write_run
+from tests.observe.names import NAMES
 from tests.waiting import wait_until_async
 
 T = 1.7e9
@@ -153,6 +153,24 @@ async def test_the_end_of_a_long_record_is_shown_while_the_rest_is_read(
     assert (
         json.loads(json.dumps(direct.get_sections()["rollouts"])) == whole["sections"]["rollouts"]
     )
+
+
+async def test_a_store_that_cannot_be_read_is_named_with_the_cause_and_the_fix(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    source = open_directory(run_dir)
+    source.store = tmp_path / "tiny.sqlite"
+    async with open_dash(source) as client:
+        assert "trouble" not in await client.get_json("api/sessions")  # nothing is recorded yet
+        source.store.write_text("a text " * 100)
+        answer = await client.get_json("api/sessions")
+        assert answer["sessions"] == []
+        assert "is not the store of a gateway" in answer["trouble"]
+        assert answer["trouble"].endswith(
+            "Pass another file to --journal; this one stays as it is."
+        )
+        status, body = await client.get("api/session?name=a")
+        assert (status, body.decode().strip()) == (404, answer["trouble"])
 
 
 async def test_a_dashboard_ends_while_it_reads(
@@ -377,7 +395,7 @@ def test_the_page_names_no_other_machine_and_takes_no_markup() -> None:
 
 
 def test_every_figure_of_the_page_is_a_metric() -> None:
-    names, text = set(list_names()), "\n".join(read_own(".js", ".html").values())
+    names, text = set(NAMES), "\n".join(read_own(".js", ".html").values())
     used = set(re.findall(r'"((?:rollway_|vllm:|dynamo_)\w+)"', text))
     # Percentiles are written as the name without its end.
     whole = {name for name in used if name not in {"rollway_rollout_seconds",

@@ -89,6 +89,8 @@ def test_a_file_of_another_schema_is_left_out_and_counted(tmp_path: Path) -> Non
     write(tmp_path / "driver-1-a.jsonl", {**HEADER, "schema": 1}, event(2, "old"), event(3, "old"))
     with pytest.raises(UsageError, match=r"schema is 1, and this version reads"):
         Run(tmp_path).check()
+    with pytest.raises(UsageError, match=r"schema is 1, and this version reads"):
+        Run(tmp_path).read()
     strange = {"kind": "hologram", "t": T}
     write(tmp_path / "driver-2-b.jsonl", HEADER, {**event(2, "a"), "colour": "red"}, strange)
     run = Run(tmp_path)

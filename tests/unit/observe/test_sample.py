@@ -11,10 +11,10 @@ from aiohttp import web
 
 from rollway.http import Http
 from rollway.observe import sample
-from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
 from rollway.observe.sample import MetricsTarget, Sampler
+from tests.observe.names import NAMES
 from tests.waiting import wait_until_async
 
 RUNNING = "vllm:num_requests_running"
@@ -139,5 +139,5 @@ async def test_the_thread_records_samples_whose_names_are_in_the_table(
     recorder.close()
     entries = [entry for entry in Run(tmp_path).read() if entry["kind"] == "sample"]
     assert len(entries) >= 3
-    assert {name for entry in entries for name in entry["values"]} <= set(list_names())
+    assert {name for entry in entries for name in entry["values"]} <= set(NAMES)
     assert entries[-1]["values"][TOKENS] == {"worker=w": 5}

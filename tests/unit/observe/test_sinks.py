@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from rollway.errors import UsageError
-from rollway.observe.metrics import list_names
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
 from rollway.observe.run_state import RunState
 from rollway.observe.sinks import Feed, PrometheusFile, render_page
+from tests.observe.names import NAMES
 from tests.waiting import wait_until
 
 REPORT = {
@@ -65,7 +65,7 @@ def read_values(directory: Path) -> dict[str, dict[str, float]]:
 def test_every_value_has_a_name_of_the_table(tmp_path: Path) -> None:
     write_run(tmp_path)
     values = read_values(tmp_path)
-    assert set(values) <= set(list_names())
+    assert set(values) <= set(NAMES)
     assert values["rollway_version_spread"] == {"": 2.0}
     assert values["rollway_adapters"] == {"adapter=math": 2}
     assert values["rollway_tokens_total"] == {"": 200}

@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 
-from rollway.observe.metrics import LENGTHS, TRAINER_NAMES, list_names
+from rollway.observe.metrics import LENGTHS, TRAINER_NAMES
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
 from rollway.observe.run_state import RunState
-from rollway.observe.sinks import Feed, TensorBoard, TrainerNames, Wandb, list_edges, list_tags
+from rollway.observe.sinks import (
+    Feed,
+    TensorBoard,
+    Wandb,
+    list_edges,
+    list_tags,
+    make_trainer_values,
+)
 from tests.observe.make_run import write_run
+from tests.observe.names import NAMES
 from tests.observe.read_sinks import Points, read_tensorboard, read_wandb
 
 
@@ -71,7 +79,7 @@ def test_wandb_offline_has_one_row_per_step_and_the_same_summary(
 
 
 def test_every_tag_is_a_name_of_the_table(run_dir: Path) -> None:
-    names = set(list_names())
+    names = set(NAMES)
     assert {tag.partition("/")[0] for tag in compute_points(run_dir)} <= names
 
 
@@ -92,7 +100,7 @@ def sample(running: float, tokens: float, worker: str = "a") -> dict[str, Any]:
 
 
 def test_the_four_names_are_always_there() -> None:
-    values, lengths = TrainerNames().take()
+    values, lengths = make_trainer_values(RunState().take_stretch())
     assert len(TRAINER_NAMES) == 4 and lengths == {}
     for name in TRAINER_NAMES:
         assert math.isnan(values[f"generation_metrics/average_{name}"][""])
@@ -100,21 +108,23 @@ def test_the_four_names_are_always_there() -> None:
 
 
 def test_a_step_has_what_was_sampled_before_its_refit() -> None:
-    names = TrainerNames()
-    for entry in (sample(2, 10), sample(4, 30), sample(9, 70, "b"), {"kind": "refit", "t": 2.0},
-                  sample(100, 1000)):  # fmt: skip
-        names.add(entry)
-    values, _ = names.take()
+    state = RunState()
+    report = {"version": 1, "workers": {}}
+    refit = {"kind": "refit", "t": 2.0, "began": 1.0, "outcome": "ok", "report": report}
+    for entry in (sample(2, 10), sample(4, 30), sample(9, 70, "b"), refit, sample(100, 1000)):
+        state.add(entry)
+    values, _ = make_trainer_values(state.take_stretch())
     running = values["generation_metrics/per_worker_inflight_batch_sizes"]
     assert running == {"worker=a": 3.0, "worker=b": 9.0}
     assert values["generation_metrics/average_inflight_batch_sizes"] == {"": 6.0}
     tokens = values["generation_metrics/per_worker_generation_tokens"]
     assert tokens == {"worker=a": 30.0, "worker=b": 70.0}
     # What came after the refit belongs to the next step.
-    names.add({"kind": "refit", "t": 3.0})
-    values, _ = names.take()
+    state.add({**refit, "t": 3.0})
+    values, _ = make_trainer_values(state.take_stretch())
     assert values["generation_metrics/average_inflight_batch_sizes"] == {"": 100.0}
-    assert math.isnan(names.take()[0]["generation_metrics/average_inflight_batch_sizes"][""])
+    values, _ = make_trainer_values(state.take_stretch())
+    assert math.isnan(values["generation_metrics/average_inflight_batch_sizes"][""])
 
 
 def test_lengths_are_recorded_and_read_back_as_histograms(tmp_path: Path) -> None:

@@ -5,15 +5,14 @@ The store is only read, while a gateway may write to it.
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import stat
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollway.gateway.store import DAMAGE, StoreDamaged, connect, decode, has_our_tables
+from rollway.gateway import store
 from rollway.gateway.tokens import has_scope
 from rollway.gateway.turns import Turn
 from rollway.observe.read import clean_text
@@ -30,7 +29,8 @@ _READ = "SELECT turn, crc FROM turns WHERE session = ? ORDER BY number LIMIT ?"
 
 
 class Conversations:
-    """Reads the store of one gateway. All calls may block.
+    """Reads the store of one gateway. All calls may block. They raise RollwayError with the cause
+    and the fix if the file is not a store of this version and this user, or is damaged.
 
     A gateway shows the sessions of a token to nobody without one: they are left out unless
     `shows_all`."""
@@ -39,6 +39,12 @@ class Conversations:
         self.path = path
         self._shows_all = shows_all
         self.has_hidden = False
+
+    def check(self) -> None:
+        """Raise if there is no store, or it cannot be read."""
+        with store.explain(self.path):
+            self.path.lstat()
+        self._read(lambda _: None, None)
 
     def list_sessions(self) -> dict[str, Any]:
         """List the newest sessions, the one with the newest turn first."""
@@ -73,8 +79,8 @@ class Conversations:
         for raw, crc in db.execute(_READ, (match[-1], _MOST_TURNS)):
             if tokens >= _MOST_TOKENS:
                 break
-            with suppress(StoreDamaged, *DAMAGE):
-                turn = decode(raw, crc, self.path)
+            with suppress(store.StoreDamaged, *store.DAMAGE):
+                turn = store.decode(raw, crc, self.path)
                 if turn.session == match[0]:
                     turns.append(_describe(turn, _MOST_TOKENS - tokens))
                     tokens += len(turn.token_ids)
@@ -87,16 +93,17 @@ class Conversations:
         return shown
 
     def _read(self, read: Callable[[sqlite3.Connection], T], nothing: T) -> T:
-        """Return what `read` finds in one state of the store. Return `nothing` without a store
-        of this version and this user, or if it is damaged."""
-        try:
-            status = self.path.lstat()
-            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
-                with closing(connect(self.path, "ro")) as db:
+        """Return what `read` finds in one state of the store; `nothing` if no gateway has recorded
+        into it yet."""
+        with store.explain(self.path):
+            store.check_owner(self.path)
+            if self.path.exists() and store.has_content(self.path):
+                with closing(store.connect(self.path, "ro")) as db:
+                    # An error would quote a name that is damaged, also one that is hidden.
+                    db.text_factory = partial(str, encoding="utf-8", errors="replace")
                     db.execute("BEGIN")
-                    return read(db) if has_our_tables(db) else nothing
-        except (OSError, *DAMAGE):
-            pass
+                    if store.has_tables(db, self.path):
+                        return read(db)
         return nothing
 
 

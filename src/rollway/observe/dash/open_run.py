@@ -80,7 +80,7 @@ def open_stack(name: str) -> RunSource:
     run.check_schema()
     source = RunSource(name, run)
     source.log_dir = Path(state.log_dir)
-    source.journal = home() / "gateway" / f"{state.name}.sqlite"  # where `rollway gateway` puts it
+    source.store = home() / "gateway" / f"{state.name}.sqlite"  # where `rollway gateway` puts it
     if state.ray_namespace:
         source.get_phase = lambda: "live"  # its record says when it ends
     else:

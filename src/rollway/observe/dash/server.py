@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-import logging
 import math
 import zlib
 from collections.abc import AsyncIterator, Mapping
@@ -31,15 +30,14 @@ import msgspec
 from aiohttp import web
 
 from rollway.callers import check_address
+from rollway.errors import RollwayError
 from rollway.gateway.connections import Connections
 from rollway.observe.dash.browsers import TOKEN_FIX, DashAccess, make_app, refuse
 from rollway.observe.dash.conversations import Conversations
 from rollway.observe.dash.view import PastEntries, RunSource, View, Watch
-from rollway.observe.read import Run
+from rollway.observe.read import Run, clean_text
 from rollway.observe.run_state import MOST_POINTS
 from rollway.stack.logs import LogFollower
-
-log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 TICK_SECONDS = 1.0
@@ -57,8 +55,8 @@ class Dashboard:
         self.watch = Watch(source)
         self._access = access or DashAccess()
         # Without a token, every user of the machine can see the page.
-        shows_all, journal = bool(self._access.token), source.journal
-        self._conversations = Conversations(journal, shows_all=shows_all) if journal else None
+        shows_all, store = bool(self._access.token), source.store
+        self._conversations = Conversations(store, shows_all=shows_all) if store else None
         self._history: PastEntries | None = None
         self._history_lock = asyncio.Lock()
         self._past: tuple[float, View] | None = None
@@ -162,14 +160,20 @@ class Dashboard:
     async def _send_sessions(self, _: web.Request) -> web.Response:
         if self._conversations is None:
             return _make_json({"is_known": False, "sessions": [], "left_out": 0})
-        sessions = await asyncio.to_thread(self._conversations.list_sessions)
+        try:
+            sessions = await asyncio.to_thread(self._conversations.list_sessions)
+        except RollwayError as error:
+            sessions = {"trouble": clean_text(str(error)), "sessions": [], "left_out": 0}
         hidden = self._conversations.has_hidden
         return _make_json({"is_known": True, "has_hidden": hidden, **sessions})
 
     async def _send_session(self, request: web.Request) -> web.Response:
         name, session = request.query.get("name", ""), None
         if self._conversations is not None:
-            session = await asyncio.to_thread(self._conversations.read_session, name)
+            try:
+                session = await asyncio.to_thread(self._conversations.read_session, name)
+            except RollwayError as error:
+                return refuse(404, clean_text(str(error)))
         if session is None:
             return refuse(404, "There is no such session; the newest are kept.")
         return _make_json(session)

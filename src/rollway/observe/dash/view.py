@@ -39,8 +39,8 @@ class RunSource:
     run: Run
     get_phase: Callable[[], Phase] = lambda: "recorded"
     log_dir: Path | None = None
-    journal: Path | None = None
-    """The store of the stack's gateway, whether there is one or not."""
+    store: Path | None = None
+    """Where the stack's gateway records, whether there is one or not."""
     settle_seconds: float = 0.0
     """How long a record that has just begun takes until it tells the present."""
 

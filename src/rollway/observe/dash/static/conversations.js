@@ -33,10 +33,11 @@ function setUp() {
 async function loadSessions() {
   const answer = await ask("/api/sessions");
   if (!answer) return;
-  const { is_known: isKnown, has_hidden: hasHidden, sessions, left_out: leftOut } = answer;
+  const { is_known: isKnown, has_hidden: hasHidden, sessions, left_out: leftOut, trouble } = answer;
   let note = leftOut ? `and ${plural(leftOut, "older session")}` : "";
   if (!sessions.length) note = "The gateway of this stack has recorded no session.";
   if (hasHidden) note = "Sessions of a gateway with tokens are shown by rollway dash --token.";
+  if (trouble) note = trouble;
   if (!isKnown) note = "This run does not name a gateway's store: give it with rollway dash --journal FILE.";
   setText($("session-note"), note);
   $("session-list").replaceChildren(...sessions.map(makeOption));
@@ -64,7 +65,7 @@ async function choose(name) {
   const session = await ask(`/api/session?name=${encodeURIComponent(name)}`);
   if (chosen !== name) return;
   if (!session) {
-    $("session").replaceChildren(el("p", { class: "empty" }, "This session is not there any more."));
+    $("session").replaceChildren(el("p", { class: "empty" }, "This session cannot be shown any more."));
     return;
   }
   shownTurns = session.turns.length + session.left_out;
