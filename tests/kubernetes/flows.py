@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.cluster_run import Limits, RunOptions, RunResult
 from rollway.kubernetes.infra import load_infra, merge
 from rollway.kubernetes.manifests import Manifests, render_all
 from rollway.kubernetes.objects import (
@@ -32,7 +33,6 @@ from rollway.kubernetes.objects import (
 )
 from rollway.kubernetes.run import bring_up, start_run
 from rollway.kubernetes.spec import Infra
-from rollway.kubernetes.steps import Limits, RunOptions, RunResult
 from tests.kubernetes.dynamo_operator import DynamoOperator
 from tests.kubernetes.kuberay_operator import KubeRayOperator
 from tests.waiting import wait_until

@@ -52,7 +52,7 @@ from rollway.observe.report import write_report
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.stack import preset
-from rollway.stack.doctor import list_installed_versions
+from rollway.stack.machine_check import list_installed_versions
 from rollway.stack.preset import cache_dir
 from rollway.stack.progress import StackProgress
 from rollway.weights.checkpoint import publish_checkpoint

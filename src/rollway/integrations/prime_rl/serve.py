@@ -127,7 +127,7 @@ def require_token(access: Access) -> Access:
         return access
     token = os.environ.get(API_KEY, "").encode(errors="surrogateescape")
     if token in (b"", b"EMPTY", *access.agents):
-        token = read_token()
+        token = ensure_token()
         print(f"Admin calls need a token. For prime-rl: {make_export()}", file=sys.stderr)
     if b"/" in token:
         raise UsageError(
@@ -146,7 +146,7 @@ def make_export() -> str:
     return f'export {API_KEY}="$(cat {find_token_file()})"'
 
 
-def read_token() -> bytes:
+def ensure_token() -> bytes:
     """Return the token of this user's servers; the first one makes it."""
     file = find_token_file()
     try:

@@ -1,4 +1,4 @@
-"""The steps that all orders of a run share: apply objects, wait for them, own them, undo them."""
+"""A run on a cluster, as all its orders share it: apply objects, await, own and undo them."""
 
 from __future__ import annotations
 
