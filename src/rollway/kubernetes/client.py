@@ -42,6 +42,7 @@ _ACCESS_REVIEW = Kind(
     "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", False
 )
 _ATTEMPTS = 8
+_SERVICE_SECONDS = 10.0
 _GROUPS = Kind("", "", "apis", "APIGroupList", False)
 _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
 Objects = list[Object]
@@ -158,7 +159,6 @@ class Cluster:
         *,
         method: str = "GET",
         body: bytes | None = None,
-        seconds: float = 10.0,
     ) -> tuple[int, bytes]:
         """Send a request to a Service; return the status and the body of its answer.
 
@@ -177,7 +177,7 @@ class Cluster:
             url = f"http://{service}.{self.namespace}.svc:{port}{path}"
             try:
                 direct = urllib3.request(
-                    method, url, body=body, headers=headers, timeout=seconds, retries=False
+                    method, url, body=body, headers=headers, timeout=_SERVICE_SECONDS, retries=False
                 )
             except urllib3.exceptions.HTTPError as error:
                 return 502, str(error).encode()
@@ -185,7 +185,7 @@ class Cluster:
         root = SERVICE.make_path(self.namespace) + f"/{service}:{port}/proxy"
         try:
             response = self.connection.send(
-                method, root + path, body=body, headers=headers, read_seconds=seconds
+                method, root + path, body=body, headers=headers, read_seconds=_SERVICE_SECONDS
             )
         except Unavailable as error:
             return 503, error.message.encode()
