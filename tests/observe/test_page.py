@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollway.cli.dash import open_in_browser
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.turns import Turn
 from rollway.observe.dash.browsers import DashAccess
 from rollway.observe.dash.open_run import open_directory
@@ -397,7 +397,7 @@ async def test_a_conversation_is_shown_token_by_token(tmp_path: Path) -> None:
     write_run(tmp_path / "run", workers=2, seconds=30)
     source = open_directory(tmp_path / "run")
     source.journal = tmp_path / "tiny.sqlite"
-    store = Store(source.journal)
+    store = SessionStore(source.journal)
     session = await store.open(MARKUP)
     for number in (1, 2):
         turn = Turn(

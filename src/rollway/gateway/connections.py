@@ -56,7 +56,7 @@ class Listener:
         await self._runner.cleanup()
 
 
-class Connections:
+class ServerConnections:
     """The open connections of one server."""
 
     def __init__(

@@ -23,10 +23,10 @@ from aiohttp import web
 
 from rollway.errors import UsageError
 from rollway.gateway import replies, requests, threads
-from rollway.gateway.connections import Connections
+from rollway.gateway.connections import ServerConnections
 from rollway.gateway.messages import Message, Prefix, chain, check_contiguous, find_sent_prefix
 from rollway.gateway.replies import json_response, send_data, send_event
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.template import Template
 from rollway.gateway.tokens import Access, Caller
 from rollway.gateway.turns import PendingTurn, Session, Turn, new_id
@@ -69,7 +69,7 @@ class Gateway:
 
     model: str
     template: Template
-    store: Store
+    store: SessionStore
     chat: Upstream
     text: Upstream
     context_length: int
@@ -83,7 +83,7 @@ class Gateway:
     cannot begin with them begins a new trajectory."""
     expert_strings: bool = False
     """Whether token bundles have experts in NeMo's form, one string."""
-    connections: Connections = field(default_factory=Connections)
+    connections: ServerConnections = field(default_factory=ServerConnections)
     started: float = field(default_factory=time.time)
     body_bytes: int = 2**30
     """The limit for all bodies that are being read or answered together."""

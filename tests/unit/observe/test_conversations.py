@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from rollway.gateway import store as store_module
-from rollway.gateway.store import Store, StoreDamaged
+from rollway.gateway.store import SessionStore, StoreDamaged
 from rollway.gateway.turns import Turn
 from rollway.observe.dash import conversations
 from rollway.observe.dash.conversations import Conversations
@@ -31,8 +31,8 @@ def make_turn(session: str, number: int, **fields: Any) -> Turn:
     return Turn(session=session, **usual | fields)
 
 
-async def write(path: Path, *turns: Turn) -> Store:
-    store = Store(path)
+async def write(path: Path, *turns: Turn) -> SessionStore:
+    store = SessionStore(path)
     for turn in turns:
         assert await store.record(await store.open(turn.session), [turn])
     return store
@@ -200,7 +200,7 @@ async def test_a_file_whose_pages_repeat_does_not_hang_the_reader(
     content[28:32] = (len(content) // 1024).to_bytes(4, "big")
     path.write_bytes(content)
     with pytest.raises(StoreDamaged):
-        Store(path)
+        SessionStore(path)
     assert Conversations(path).list_sessions()["sessions"] == []
 
 

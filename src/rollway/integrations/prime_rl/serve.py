@@ -23,7 +23,7 @@ from rollway.gateway.command import (
     open_gateway,
     serve_until_signal,
 )
-from rollway.gateway.connections import Connections
+from rollway.gateway.connections import ServerConnections
 from rollway.gateway.server import Gateway
 from rollway.gateway.tokens import Access
 from rollway.http import Http
@@ -169,7 +169,7 @@ def split_planes(gateway: Gateway) -> tuple[Gateway, Gateway]:
     assert isinstance(gateway.extension, PrimeRl)
     rollouts = replace(gateway, extension=replace(gateway.extension, plane="rollouts"))
     admin = replace(gateway.extension, plane="admin")
-    return rollouts, replace(gateway, extension=admin, connections=Connections())
+    return rollouts, replace(gateway, extension=admin, connections=ServerConnections())
 
 
 def count_model_bytes(path: str | None) -> int:
