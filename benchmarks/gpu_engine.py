@@ -41,8 +41,8 @@ from benchmarks.delta_parts import measure_parts
 from benchmarks.gpu_colocated import measure_colocated
 from benchmarks.gpu_load import (
     PROMPT_TOKENS,
-    Load,
     MemoryWatch,
+    ProbedLoad,
     make_prompts,
     measure_limits,
     synchronize,
@@ -353,7 +353,7 @@ class GpuEngineBench:
             # A pause-all refit waits until the longest rollout has ended: once is enough.
             for _ in range(1 if mode == "pause-all" else options.repeat):
                 self.turn += 1
-                load = Load(self.stack, options.rollouts, 2 * options.tokens, self.turn)
+                load = ProbedLoad(self.stack, options.rollouts, 2 * options.tokens, self.turn)
                 async with load.run():
                     row = await self.refit(publisher, mode, change_all)
                 row["load"] = load.get_figures(

@@ -41,7 +41,7 @@ def make_prompts(count: int, turn: int) -> list[list[int]]:
 
 
 @dataclass(slots=True)
-class Load:
+class ProbedLoad:
     """Rollouts that run at once, and short probes beside them, one after the other."""
 
     stack: Stack

@@ -43,13 +43,13 @@ from rollway.fleet.discovery import Worker, list_instances
 from rollway.http import Http
 from rollway.kubernetes.api_server import ApiServer, Refusal, explain
 from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.cluster_run import Limits, RunOptions, do_at_once
 from rollway.kubernetes.infra import load_infra
 from rollway.kubernetes.manifests import Manifests, render_all
 from rollway.kubernetes.objects import DGD, DGD_ALPHA, KEY_LABEL, POD
 from rollway.kubernetes.run import bring_up, start_run
 from rollway.kubernetes.scale import scale
 from rollway.kubernetes.spec import Infra
-from rollway.kubernetes.steps import Limits, RunOptions, do_at_once
 from rollway.kubernetes.teardown import take_down
 
 Options = argparse.Namespace

@@ -55,7 +55,7 @@ _DASH = ("rollway.cli", "dash", "bench-on", "--json", "--port", "0", "--no-open"
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TurnLoad:
     """Rollouts of one turn."""
 
     seconds: float
@@ -91,15 +91,15 @@ def _measure_part(part: str, options: argparse.Namespace, figures: Figures) -> N
         say(f"{part}: not measured: {error}")
 
 
-def _describe_mockers() -> tuple[dict[str, Any], Load]:
+def _describe_mockers() -> tuple[dict[str, Any], TurnLoad]:
     require("cpu", "dynamo")
     # They answer as fast as they can, so that the client is the limit.
     args = {"max-model-len": 4096, "speedup-ratio": 1000.0}
-    load = Load(4.0, at_once=64, prompt_tokens=128, max_tokens=16, has_logprobs=False)
+    load = TurnLoad(4.0, at_once=64, prompt_tokens=128, max_tokens=16, has_logprobs=False)
     return {"engine": "mocker", "replicas": 1, "args": args}, load
 
 
-def _describe_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], Load]:
+def _describe_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], TurnLoad]:
     require("cpu", "dynamo", "vllm")
     args: dict[str, Any] = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 128}
     model: dict[str, Any] = {"engine": "vllm", "replicas": options.workers, "args": args}
@@ -108,11 +108,11 @@ def _describe_vllm(options: argparse.Namespace) -> tuple[dict[str, Any], Load]:
         model["env"] = choose_shared_gpu(gpus, 2 * options.workers)
         # Eager: four workers start one stack after the other.
         args |= {"gpu-memory-utilization": _SHARE, "enforce-eager": True}
-    return model, Load(8.0, at_once=64, prompt_tokens=64, max_tokens=options.tokens)
+    return model, TurnLoad(8.0, at_once=64, prompt_tokens=64, max_tokens=options.tokens)
 
 
 async def _measure_throughput(
-    spec: dict[str, Any], load: Load, options: argparse.Namespace, figures: Figures
+    spec: dict[str, Any], load: TurnLoad, options: argparse.Namespace, figures: Figures
 ) -> None:
     """Compare the rollouts of a stack that is observed with those of one that is not; `figures`
     is kept up to date."""
@@ -192,7 +192,7 @@ def summarize_ratios(ratios: Sequence[float]) -> dict[str, Any]:
 class _Client:
     """Keeps a number of rollouts in flight for some seconds."""
 
-    def __init__(self, stack: Stack, load: Load) -> None:
+    def __init__(self, stack: Stack, load: TurnLoad) -> None:
         self._load = load
         self._rollouts: Rollouts = stack.rollouts(concurrency=load.at_once)
         self._sampling = Sampling(

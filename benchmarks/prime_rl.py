@@ -38,7 +38,7 @@ _DRIVER_SECONDS = 900.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EpisodeLoad:
     """Episodes of two turns, so many at once."""
 
     name: str
@@ -49,7 +49,11 @@ class Load:
     """Of each turn. Shorter turns are more requests for the same work of the engines."""
 
 
-LOADS = (Load("single", 4, 1, 9), Load("64", 128, 64, 7), Load("512", 512, 512, 3, max_tokens=32))
+LOADS = (
+    EpisodeLoad("single", 4, 1, 9),
+    EpisodeLoad("64", 128, 64, 7),
+    EpisodeLoad("512", 512, 512, 3, max_tokens=32),
+)
 EPISODE = {"prompt_tokens": 128, "turns": 2}
 PARTS = tuple(load.name for load in LOADS)
 
@@ -67,7 +71,9 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     return 0, round_floats({"limits": LIMITS, "throughput": figures}, ".4g")
 
 
-async def _measure_clients(python: Path, scratch: Path, loads: Sequence[Load]) -> dict[str, Any]:
+async def _measure_clients(
+    python: Path, scratch: Path, loads: Sequence[EpisodeLoad]
+) -> dict[str, Any]:
     """Measure these loads; `python` is the interpreter that has `renderers`."""
     model = build_demo_model()
     args = {"dtype": "float32", "max-model-len": 2048, "max-num-seqs": 64}
@@ -116,7 +122,7 @@ def _drive(python: Path, scratch: Path, job: dict[str, Any]) -> Iterator[dict[st
         raise RollwayError(f"prime-rl's client ended with {driver.returncode}:\n{tail}")
 
 
-def list_runs(loads: Sequence[Load] = LOADS) -> list[dict[str, Any]]:
+def list_runs(loads: Sequence[EpisodeLoad] = LOADS) -> list[dict[str, Any]]:
     """List the runs of these loads in order. The first round of a load is its warm-up; then the two
     arms alternate in which is first."""
     return [
@@ -135,7 +141,7 @@ def list_runs(loads: Sequence[Load] = LOADS) -> list[dict[str, Any]]:
     ]
 
 
-def summarize(load: Load, rates: dict[tuple[str, int], dict[str, float]]) -> dict[str, Any]:
+def summarize(load: EpisodeLoad, rates: dict[tuple[str, int], dict[str, float]]) -> dict[str, Any]:
     """Return tokens per second of each arm, and the ratio, without the warm-up."""
     rounds = [rates[load.name, number] for number in range(1, load.rounds + 1)]
     ratios = [both["rollway"] / both["dynamo"] for both in rounds]

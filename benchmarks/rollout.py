@@ -29,7 +29,7 @@ from rollway.api import make_spec
 from rollway.cli.output import print_progress as say
 from rollway.gateway.command import create_gateway
 from rollway.gateway.server import Gateway
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.template import Template
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import completion_request
@@ -42,7 +42,7 @@ Send = Callable[[list[int]], Awaitable[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RequestLoad:
     """A number of equal requests."""
 
     name: str
@@ -53,11 +53,11 @@ class Load:
 
 
 LOADS = (
-    Load("short", 300, 64, 128, 16),
-    Load("long answers", 128, 64, 512, 256),
-    Load("32k prompts", 24, 8, 32_000, 8),
+    RequestLoad("short", 300, 64, 128, 16),
+    RequestLoad("long answers", 128, 64, 512, 256),
+    RequestLoad("32k prompts", 24, 8, 32_000, 8),
 )
-REAL_LOADS = (Load("short", 128, 64, 128, 16), Load("long answers", 64, 64, 512, 64))
+REAL_LOADS = (RequestLoad("short", 128, 64, 128, 16), RequestLoad("long answers", 64, 64, 512, 64))
 """A real engine on CPU is slow, and its context is short: fewer and shorter requests."""
 
 
@@ -101,7 +101,7 @@ async def bench_rollout(spec: StackSpec) -> list[Figures]:
     return rows
 
 
-async def _measure_clients(stack: Stack, engine: str, load: Load) -> Figures:
+async def _measure_clients(stack: Stack, engine: str, load: RequestLoad) -> Figures:
     from openai import AsyncOpenAI
 
     logprobs = engine != "mocker"
@@ -144,7 +144,7 @@ class _Round:
     tokens: int
 
 
-def _compute_figures(engine: str, load: Load, rounds: list[dict[str, _Round]]) -> Figures:
+def _compute_figures(engine: str, load: RequestLoad, rounds: list[dict[str, _Round]]) -> Figures:
     """Return the figures of one load by client: medians over the rounds."""
 
     def take(get: Callable[[_Round], float], digits: int) -> dict[str, float]:
@@ -233,7 +233,7 @@ async def bench_gateway(spec: StackSpec, scratch: Path) -> list[dict[str, float]
     The gateway runs in this process, so that both paths use the same cores."""
     rows = []
     async with up(spec) as stack:
-        store = Store(scratch / "gateway.sqlite")
+        store = SessionStore(scratch / "gateway.sqlite")
         gateway = await create_gateway(stack, Template(spec.models[0].path), store)
         runner = web.AppRunner(gateway.app(), access_log=None)
         await runner.setup()

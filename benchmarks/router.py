@@ -28,7 +28,7 @@ from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.spec import StackSpec, load_spec
 from rollway.stack import preset
-from rollway.stack.doctor import list_installed_versions
+from rollway.stack.machine_check import list_installed_versions
 
 Routing = Literal["round_robin", "kv", "rollway"]
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)

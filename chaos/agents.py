@@ -54,7 +54,7 @@ class Episode:
 
 
 @dataclass(slots=True)
-class Ledger:
+class SessionLedger:
     """What all agents know together."""
 
     episodes: dict[str, Episode] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Agents:
     def __init__(
         self, address: Callable[[], Address], model: str, *, count: int, seed: int, bound: float
     ) -> None:
-        self.ledger = Ledger()
+        self.ledger = SessionLedger()
         self.emphasis = CALM
         """The behaviour that agents currently show often."""
         self._address = address

@@ -24,7 +24,7 @@ from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.gateway import command
 from rollway.gateway.command import GatewayOptions, serve
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.tokens import Access
 from rollway.gateway.turns import Session, Turn
 from rollway.rollout.client import Rollouts
@@ -63,7 +63,7 @@ async def naive_refit(fleet: Fleet, version: int, path: Path) -> None:
     fleet.versions.current = version
 
 
-class OldStore(Store):
+class OldStore(SessionStore):
     """A store that makes the mistakes of the old journal.
 
     A short write counts as complete, and the next line is appended to it. A parent is a position
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     arguments = parser.parse_args()
     options = GatewayOptions(arguments.stack, port=arguments.port, journal=arguments.journal)
-    command.Store = OldStore  # type: ignore[assignment, attr-defined]
+    command.SessionStore = OldStore  # type: ignore[assignment, attr-defined]
     asyncio.run(serve(options, Access.from_environment(os.environ)))
 
 

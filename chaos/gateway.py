@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos import Progress, deal
-from chaos.agents import BEHAVIOURS, CALM, Agents, Ledger
+from chaos.agents import BEHAVIOURS, CALM, Agents, SessionLedger
 from chaos.gateway_process import GatewayProcess, SmallDisk, size_of, size_of_store
 from chaos.judge import Decode, Verdict, judge
 from chaos.limit import Limit
@@ -155,7 +155,7 @@ class GatewayChaos:
         self.run_id = ""
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> SessionLedger:
         return self.agents.ledger
 
     async def run(self) -> GatewayReport:

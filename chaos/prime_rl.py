@@ -16,7 +16,7 @@ from typing import Any
 from rollway.aio import Stack
 from rollway.errors import RefitError, RequestFailed, RollwayError, UsageError
 from rollway.gateway.command import GatewayOptions, create_gateway, listen
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.template import Template
 from rollway.http import Http, Retry
 from rollway.integrations.prime_rl.routes import PrimeRl
@@ -92,7 +92,7 @@ async def serve(
     stack: Stack, tokenizer: Path, scratch: Path, timeout: float
 ) -> AsyncIterator[Server]:
     """Serve a stack in this process, on a free port."""
-    store = Store(scratch / "prime-rl.sqlite")
+    store = SessionStore(scratch / "prime-rl.sqlite")
     plain = await create_gateway(stack, Template(str(tokenizer)), store)
     options = ServeOptions(GatewayOptions(stack.name), output_dir=scratch, gate_seconds=timeout)
     try:

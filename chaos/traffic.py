@@ -93,7 +93,7 @@ _PREFIXES = 4
 
 
 @dataclass(slots=True)
-class Ledger:
+class RolloutLedger:
     """The outcome of every rollout, and the check of its tokens."""
 
     issued: int = 0
@@ -138,7 +138,7 @@ class Traffic:
         callers: int,
         hang_seconds: float,
     ) -> None:
-        self.ledger = Ledger()
+        self.ledger = RolloutLedger()
         self.served = 0
         """The newest version whose refit has returned; later answers may not be older."""
         self.think_seconds = BUSY_SECONDS

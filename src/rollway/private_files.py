@@ -1,7 +1,7 @@
 """Files and directories that only this user can read.
 
-Every function sets the mode explicitly: a umask may be loose, and a file of an earlier version may
-have a looser mode. None follows a link in the last part of a path.
+Every function sets the mode explicitly: a umask may be loose, and what exists may have a looser
+mode. None follows a link in the last part of a path.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from rollway.kubernetes.objects import (
     POD,
     SCALING_ADAPTER,
     TYPE_LABEL,
-    Kind,
     Object,
+    ObjectKind,
     name_dynamo_namespace,
     name_service,
 )
@@ -93,7 +93,7 @@ class DynamoOperator:
     """
 
     def __init__(
-        self, cluster: Cluster, folder: Path, model: Path | None = None, kind: Kind = DGD
+        self, cluster: Cluster, folder: Path, model: Path | None = None, kind: ObjectKind = DGD
     ) -> None:
         # With connections and counts of its own: tests count the requests of the product.
         self.cluster = cluster

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.cluster_run import Limits, RunOptions, RunResult
 from rollway.kubernetes.infra import load_infra, merge
 from rollway.kubernetes.manifests import Manifests, render_all
 from rollway.kubernetes.objects import (
@@ -27,12 +28,11 @@ from rollway.kubernetes.objects import (
     RAYJOB,
     RUN_LABEL,
     SERVICE,
-    Kind,
     Object,
+    ObjectKind,
 )
 from rollway.kubernetes.run import bring_up, start_run
 from rollway.kubernetes.spec import Infra
-from rollway.kubernetes.steps import Limits, RunOptions, RunResult
 from tests.kubernetes.dynamo_operator import DynamoOperator
 from tests.kubernetes.kuberay_operator import KubeRayOperator
 from tests.waiting import wait_until
@@ -139,15 +139,15 @@ class World:
         assert ended.returncode == status, f"{ended.stdout}\n{ended.stderr}"
         return json.loads(ended.stdout)
 
-    def list(self, kind: Kind) -> list[Object]:
+    def list(self, kind: ObjectKind) -> list[Object]:
         return self.admin.list(kind)
 
-    def get(self, kind: Kind, name: str) -> Object:
+    def get(self, kind: ObjectKind, name: str) -> Object:
         body = self.admin.get(kind, name)
         assert body is not None, f"{kind.kind} {name} is not there"
         return body
 
-    def get_owners(self, kind: Kind, name: str) -> list[str]:
+    def get_owners(self, kind: ObjectKind, name: str) -> list[str]:
         references = self.get(kind, name)["metadata"].get("ownerReferences") or []
         return [f"{each['kind']} {each['name']}" for each in references]
 
@@ -168,7 +168,11 @@ class World:
 
 @contextmanager
 def open_world(
-    admin: Cluster, kubeconfig: Path, folder: Path, model: Path | None = None, kind: Kind = DGD
+    admin: Cluster,
+    kubeconfig: Path,
+    folder: Path,
+    model: Path | None = None,
+    kind: ObjectKind = DGD,
 ) -> Iterator[World]:
     """Start both operators, each with connections of its own; requests of the product are counted
     on `cluster` alone."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from rollway.kubernetes.objects import Kind
+from rollway.kubernetes.objects import ObjectKind
 
-ENDPOINTS = Kind("", "v1", "endpoints", "Endpoints")
-SECRET = Kind("", "v1", "secrets", "Secret")
-SERVICE_ACCOUNT = Kind("", "v1", "serviceaccounts", "ServiceAccount")
-CLAIM = Kind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
-NODE = Kind("", "v1", "nodes", "Node", namespaced=False)
-ROLE = Kind("rbac.authorization.k8s.io", "v1", "roles", "Role")
-ROLE_BINDING = Kind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
-CRD = Kind(
+ENDPOINTS = ObjectKind("", "v1", "endpoints", "Endpoints")
+SECRET = ObjectKind("", "v1", "secrets", "Secret")
+SERVICE_ACCOUNT = ObjectKind("", "v1", "serviceaccounts", "ServiceAccount")
+CLAIM = ObjectKind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
+NODE = ObjectKind("", "v1", "nodes", "Node", namespaced=False)
+ROLE = ObjectKind("rbac.authorization.k8s.io", "v1", "roles", "Role")
+ROLE_BINDING = ObjectKind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
+CRD = ObjectKind(
     "apiextensions.k8s.io",
     "v1",
     "customresourcedefinitions",

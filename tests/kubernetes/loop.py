@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollway.errors import RollwayError
 from rollway.kubernetes.client import Cluster
-from rollway.kubernetes.objects import POD, Kind, Object
+from rollway.kubernetes.objects import POD, Object, ObjectKind
 from tests.kubernetes.node import STAND_IN, TestNode
 
 TICK_SECONDS = 0.1
@@ -27,7 +27,7 @@ class OperatorLoop:
         self,
         cluster: Cluster,
         folder: Path,
-        takers: Mapping[Kind, Take],
+        takers: Mapping[ObjectKind, Take],
         reconcile: Callable[[], None],
     ) -> None:
         self.node = TestNode(cluster, folder / "node")
@@ -51,7 +51,7 @@ class OperatorLoop:
         assert not self._errors, self._errors
 
     def _run(self) -> None:
-        known: dict[Kind, dict[str, Object]] = {kind: {} for kind in self._takers}
+        known: dict[ObjectKind, dict[str, Object]] = {kind: {} for kind in self._takers}
         while not self._stop.wait(TICK_SECONDS):
             try:
                 for kind, take in self._takers.items():
@@ -64,7 +64,7 @@ class OperatorLoop:
                 self._errors.append(error)
                 return
 
-    def _find_changes(self, kind: Kind, known: dict[str, Object]) -> list[tuple[str, Object]]:
+    def _find_changes(self, kind: ObjectKind, known: dict[str, Object]) -> list[tuple[str, Object]]:
         """Compare what is there with what was there; an object with another UID is another."""
         ours = ",".join(f"{key}={value}" for key, value in STAND_IN.items())
         listed = self._cluster.list(kind, labels=ours if kind == POD else "")

@@ -18,7 +18,7 @@ from rollway.errors import (
 )
 from rollway.kubernetes import api_server
 from rollway.kubernetes.client import Cluster
-from rollway.kubernetes.objects import CONFIG_MAP, DGD, POD, RAYJOB, Kind
+from rollway.kubernetes.objects import CONFIG_MAP, DGD, POD, RAYJOB, ObjectKind
 from rollway.kubernetes.waits import Deadline, wait_until_gone
 from tests.kubernetes.accounts import connect_as
 from tests.kubernetes.control_plane import ControlPlane
@@ -127,12 +127,14 @@ def test_a_rule_of_the_crd_is_shown_as_written(admin: Cluster) -> None:
 
 
 def test_a_missing_crd_is_named_with_what_installs_it(admin: Cluster) -> None:
-    missing = Kind("ray.io", "v1", "rayservices", "RayService")
+    missing = ObjectKind("ray.io", "v1", "rayservices", "RayService")
     with pytest.raises(KindMissing, match="does not serve RayService") as raised:
         admin.get(missing, "any")
     assert "helm install kuberay-operator" in raised.value.hint
     with pytest.raises(KindMissing):
-        admin.list(Kind("nvidia.com", "v9", "dynamographdeployments", "DynamoGraphDeployment"))
+        admin.list(
+            ObjectKind("nvidia.com", "v9", "dynamographdeployments", "DynamoGraphDeployment")
+        )
 
 
 def test_a_missing_namespace_is_named(admin: Cluster) -> None:

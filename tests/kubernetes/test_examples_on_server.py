@@ -15,7 +15,7 @@ from rollway.kubernetes.client import Cluster
 from rollway.kubernetes.conversion import convert
 from rollway.kubernetes.infra import DEFAULTS_VARIABLE, load_infra
 from rollway.kubernetes.manifests import render_all
-from rollway.kubernetes.objects import DGD, DGD_ALPHA, Kind
+from rollway.kubernetes.objects import DGD, DGD_ALPHA, ObjectKind
 from tests.kubernetes import kinds
 from tests.kubernetes.kinds import CRD
 from tests.observe.deployed import read_objects
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "kubernetes"
 NAMES = sorted(p.stem for p in EXAMPLES.glob("*.yaml") if not p.stem.endswith("-graph"))
 NAMED = {**vars(objects), **vars(kinds)}
-KINDS = {(k.api_version, k.kind): k for k in NAMED.values() if isinstance(k, Kind)}
+KINDS = {(k.api_version, k.kind): k for k in NAMED.values() if isinstance(k, ObjectKind)}
 GRAPHS = "dynamographdeployments.nvidia.com"
 
 
@@ -41,7 +41,7 @@ def render(cluster: Cluster, name: str, version: str) -> list[dict[str, Any]]:
     return [convert(body, version).graph if body["kind"] == DGD.kind else body for body in objects]
 
 
-def find_kind(item: dict[str, Any]) -> Kind | None:
+def find_kind(item: dict[str, Any]) -> ObjectKind | None:
     return KINDS.get((item["apiVersion"], item["kind"]))
 
 
@@ -114,8 +114,10 @@ def test_the_server_accepts_the_shipped_roles(admin: Cluster, path: Path) -> Non
 
 def test_the_server_accepts_what_prometheus_operator_gets(admin: Cluster) -> None:
     kinds = {
-        "PodMonitor": Kind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor"),
-        "PrometheusRule": Kind("monitoring.coreos.com", "v1", "prometheusrules", "PrometheusRule"),
+        "PodMonitor": ObjectKind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor"),
+        "PrometheusRule": ObjectKind(
+            "monitoring.coreos.com", "v1", "prometheusrules", "PrometheusRule"
+        ),
     }
     for item in read_objects():
         admin.create(kinds[item["kind"]], item, dry_run=True)

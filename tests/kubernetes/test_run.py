@@ -69,9 +69,9 @@ def test_no_pod_of_training_is_there_before_the_gates(world: World) -> None:
         if text.startswith(("applied DynamoGraph", "resume")):
             seen.append((text, len(world.list(RAYCLUSTER))))
 
+    from rollway.kubernetes.cluster_run import RunOptions
     from rollway.kubernetes.manifests import render_all
     from rollway.kubernetes.run import start_run
-    from rollway.kubernetes.steps import RunOptions
     from tests.kubernetes.flows import QUICK
 
     start_run(world.cluster, infra, render_all(infra), RunOptions(wait=False, limits=QUICK), note)

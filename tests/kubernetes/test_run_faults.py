@@ -12,10 +12,10 @@ import pytest
 
 from rollway.errors import ClusterError, InvalidObject, RollwayError
 from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.cluster_run import RunOptions
 from rollway.kubernetes.manifests import render_all
 from rollway.kubernetes.objects import DGD, NAMESPACE, POD, RAYJOB
 from rollway.kubernetes.run import start_run
-from rollway.kubernetes.steps import RunOptions
 from rollway.kubernetes.teardown import take_down
 from tests.kubernetes.control_plane import ControlPlane
 from tests.kubernetes.flows import QUICK, RUN, World, make_graph, meanwhile, open_world

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rollway.demo.task import Prompt
+from rollway.demo.task import CountingPrompt
 from rollway.integrations.nemo_rl.generation import Generation
 
 GROUPS, GROUP_SIZE = 10, 8
@@ -36,10 +36,10 @@ class Outcome:
         return sum(self.rewards[-2:]) / 2
 
 
-async def collect(generation: Generation, prompts: list[Prompt]) -> Samples:
+async def collect(generation: Generation, prompts: list[CountingPrompt]) -> Samples:
     """Sample as NeMo-RL's rollouts do: one `generate_async` of one prompt for each sample."""
 
-    async def sample(prompt: Prompt) -> tuple[list[int], list[float], tuple[int, int]]:
+    async def sample(prompt: CountingPrompt) -> tuple[list[int], list[float], tuple[int, int]]:
         ids = torch.tensor([prompt.token_ids])
         data = Batch({"input_ids": ids, "input_lengths": torch.tensor([ids.shape[1]])})
         async for _, output in generation.generate_async(data):

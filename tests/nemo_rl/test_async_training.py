@@ -26,7 +26,7 @@ import torch
 
 import rollway
 from rollway.demo.grpo import RolloutBatch, group_advantages
-from rollway.demo.task import CountingTask, Prompt
+from rollway.demo.task import CountingPrompt, CountingTask
 from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
 from rollway.integrations.nemo_rl.config import WeightSync
@@ -50,7 +50,7 @@ class Collector:
 
     def __init__(self, generation: Generation, task: CountingTask) -> None:
         self._generation, self._task = generation, task
-        self._groups: list[Future[tuple[Prompt, Samples]]] = []
+        self._groups: list[Future[tuple[CountingPrompt, Samples]]] = []
         self._rng = random.Random(0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -63,7 +63,7 @@ class Collector:
                 work = self._collect(prompt)
                 self._groups.append(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    def take(self, step: int) -> list[tuple[Prompt, Samples]]:
+    def take(self, step: int) -> list[tuple[CountingPrompt, Samples]]:
         """Return the groups of a step, as soon as all of them have ended."""
         return [group.result(120) for group in self._groups[step * GROUPS : (step + 1) * GROUPS]]
 
@@ -77,7 +77,7 @@ class Collector:
         self._thread.join()
         self._loop.close()
 
-    async def _collect(self, prompt: Prompt) -> tuple[Prompt, Samples]:
+    async def _collect(self, prompt: CountingPrompt) -> tuple[CountingPrompt, Samples]:
         return prompt, await collect(self._generation, [prompt] * GROUP_SIZE)
 
 
@@ -125,7 +125,7 @@ def opened(generation: Generation, task: CountingTask, base_model: Path) -> Iter
         faults.cleanup.close()
 
 
-def make_batch(task: CountingTask, groups: list[tuple[Prompt, Samples]]) -> RolloutBatch:
+def make_batch(task: CountingTask, groups: list[tuple[CountingPrompt, Samples]]) -> RolloutBatch:
     rewards = [[task.reward(prompt, ids) for ids, _, _ in samples] for prompt, samples in groups]
     return RolloutBatch(
         [prompt.token_ids for prompt, samples in groups for _ in samples],
@@ -157,7 +157,7 @@ def test_twenty_asynchronous_steps_with_a_join_and_a_death(
             outcome.versions += [versions for _, samples in groups for *_, versions in samples]
             mismatches = []
             # The first batches of a version may hold samples of the one before.
-            by_version: dict[int, list[tuple[Prompt, Samples]]] = {}
+            by_version: dict[int, list[tuple[CountingPrompt, Samples]]] = {}
             for group in groups:
                 (version,) = {newest for *_, (_, newest) in group[1]}
                 by_version.setdefault(version, []).append(group)

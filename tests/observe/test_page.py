@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollway.cli.dash import open_in_browser
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.turns import Turn
 from rollway.observe.dash.browsers import DashAccess
 from rollway.observe.dash.open_run import open_directory
@@ -398,7 +398,7 @@ async def test_a_conversation_is_shown_token_by_token(tmp_path: Path) -> None:
     write_run(tmp_path / "run", workers=2, seconds=30)
     source = open_directory(tmp_path / "run")
     source.store = tmp_path / "tiny.sqlite"
-    store = Store(source.store)
+    store = SessionStore(source.store)
     session = await store.open(MARKUP)
     for number in (1, 2):
         turn = Turn(
@@ -426,7 +426,7 @@ async def test_a_store_of_another_version_is_named_with_the_cause_and_the_fix(
     write_run(tmp_path / "run", workers=2, seconds=30)
     source = open_directory(tmp_path / "run")
     source.store = tmp_path / "tiny.sqlite"
-    Store(source.store).close()
+    SessionStore(source.store).close()
     with closing(sqlite3.connect(source.store)) as db, db:
         db.execute("PRAGMA user_version = 7")
     async with open_page(source) as page:

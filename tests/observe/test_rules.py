@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rollway.observe.exporter import make_config, write_config
-from rollway.stack.targets import write_file
+from rollway.stack.prometheus import write_file
 from tests.observe.deployed import RULES, read_rules
 from tests.observe.prometheus import needs_prometheus, run_promtool
 

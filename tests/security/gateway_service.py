@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rollway.gateway.command import listen
 from rollway.gateway.server import Gateway
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.template import Template
 from rollway.gateway.upstream import CHAT, Upstream
 from rollway.http import Http
@@ -134,7 +134,7 @@ async def serve_gateway(
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     frontend.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    store = Store(directory / "gateway.sqlite")
+    store = SessionStore(directory / "gateway.sqlite")
     async with Http() as http:
         chat, text = (
             Upstream(

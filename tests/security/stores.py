@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.turns import Turn
 
 _numbers = count(1)
@@ -30,11 +30,11 @@ def make_turn(session: str, parent: str | None = None, **fields: Any) -> Turn:
     return Turn(session=session, **(values | fields))
 
 
-async def record(store: Store, *turns: Turn) -> bool:
+async def record(store: SessionStore, *turns: Turn) -> bool:
     return await store.record(await store.open(turns[0].session), turns)
 
 
-async def list_ids(store: Store, session: str) -> list[str]:
+async def list_ids(store: SessionStore, session: str) -> list[str]:
     known = await store.find(session)
     return [] if known is None else [turn.id for turn in known.turns]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.tokens import scope_of
 from tests.children import run_server, start_child
 from tests.observe.make_run import write_run
@@ -142,7 +142,7 @@ async def test_another_user_sees_no_session_of_a_gateway_with_tokens(
 ) -> None:
     """Who has the token of the dashboard sees all; sessions without a token are everybody's."""
     journal, secret = tmp_path / "gateway.sqlite", f"{scope_of(b'agent-a')}/diary"
-    store = Store(journal)
+    store = SessionStore(journal)
     for name in ("public", secret):
         assert await record(store, make_turn(name))
     store.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from rollway.gateway.connections import Connections, raise_connection_limit
+from rollway.gateway.connections import ServerConnections, raise_connection_limit
 from tests.security.gateway_service import Service, serve_gateway
 from tests.soak import SOAK
 from tests.waiting import wait_until_async
@@ -45,7 +45,7 @@ async def _wait_for_close(streams: Streams) -> bool:
 
 
 async def test_requests_that_never_end_are_disconnected(tmp_path: Path) -> None:
-    connections = Connections(100, header_seconds=0.5, body_seconds=0.5, idle_seconds=60)
+    connections = ServerConnections(100, header_seconds=0.5, body_seconds=0.5, idle_seconds=60)
     async with serve_gateway(tmp_path, connections=connections) as gateway:
         silent = await _connect(gateway)
         slow = await _connect(gateway, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
@@ -68,7 +68,7 @@ async def test_requests_that_never_end_are_disconnected(tmp_path: Path) -> None:
 
 
 async def test_idle_connections_are_closed_and_busy_ones_are_not(tmp_path: Path) -> None:
-    connections = Connections(100, header_seconds=0.5, body_seconds=0.5, idle_seconds=0.5)
+    connections = ServerConnections(100, header_seconds=0.5, body_seconds=0.5, idle_seconds=0.5)
     async with serve_gateway(tmp_path, connections=connections) as gateway:
         gateway.frontend.may_answer.clear()
         busy = asyncio.create_task(gateway.chat())
@@ -82,7 +82,7 @@ async def test_idle_connections_are_closed_and_busy_ones_are_not(tmp_path: Path)
 
 async def test_idle_connections_do_not_block_clients(tmp_path: Path) -> None:
     """There are more connections than the limit, and no client waits for a timeout."""
-    async with serve_gateway(tmp_path, connections=Connections(40)) as gateway:
+    async with serve_gateway(tmp_path, connections=ServerConnections(40)) as gateway:
         gateway.frontend.may_answer.clear()
         busy = asyncio.create_task(gateway.chat())
         await wait_until_async(lambda: gateway.frontend.bodies)
@@ -98,7 +98,7 @@ async def test_idle_connections_do_not_block_clients(tmp_path: Path) -> None:
 
 async def test_connections_that_are_gone_push_nobody_out(tmp_path: Path) -> None:
     """Clients that connect and leave are not open, so an upload meanwhile goes on."""
-    async with serve_gateway(tmp_path, connections=Connections(16)) as gateway:
+    async with serve_gateway(tmp_path, connections=ServerConnections(16)) as gateway:
         upload = await _connect(gateway, _HEAD + b"Content-Length: 16\r\n\r\n{")
         for _ in range(64):
             _, writer = await _connect(gateway)
@@ -175,7 +175,7 @@ def test_the_soft_file_limit_is_raised_to_the_hard_limit() -> None:
 
 async def test_a_client_that_does_not_read_its_answer_is_disconnected(tmp_path: Path) -> None:
     """A plain close waits until the client has read all, so socket and answer stayed for ever."""
-    connections = Connections(100, header_seconds=0.5, body_seconds=60, idle_seconds=0.5)
+    connections = ServerConnections(100, header_seconds=0.5, body_seconds=60, idle_seconds=0.5)
     async with serve_gateway(tmp_path, connections=connections, context=4_000_000) as gateway:
         body = b'{"tokens": [' + b"5," * 3_000_000 + b"5]}"
         head = _HEAD.replace(b"/tokenize", b"/detokenize")
@@ -217,7 +217,7 @@ async def test_malformed_http_leaves_no_key_in_the_log(
 
 
 async def test_connections_without_a_handshake_are_counted_and_closed(tmp_path: Path) -> None:
-    connections = Connections(10, header_seconds=0.5)
+    connections = ServerConnections(10, header_seconds=0.5)
     app = web.Application(middlewares=[connections.follow])
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     listener = await connections.listen(app, "127.0.0.1", 0, tls)

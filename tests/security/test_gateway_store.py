@@ -21,7 +21,7 @@ import pytest
 from rollway.errors import RolloutError, RollwayError, UsageError
 from rollway.gateway import store as store_module
 from rollway.gateway.replies import explain
-from rollway.gateway.store import Store, StoreDamaged, StoreFull
+from rollway.gateway.store import SessionStore, StoreDamaged, StoreFull
 from rollway.gateway.turns import Turn
 from rollway.observe.dash.conversations import Conversations
 from tests.security.small_disk import fill, remount
@@ -37,8 +37,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(path: Path) -> Iterator[Store]:
-    store = Store(path)
+def store(path: Path) -> Iterator[SessionStore]:
+    store = SessionStore(path)
     yield store
     store.close()
 
@@ -47,7 +47,7 @@ def store(path: Path) -> Iterator[Store]:
 
 
 async def test_deleting_a_session_with_a_turn_in_flight_records_nothing(path: Path) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     session = await store.open("s")
     first = make_turn("s")
     assert await store.record(session, [first])
@@ -60,12 +60,12 @@ async def test_deleting_a_session_with_a_turn_in_flight_records_nothing(path: Pa
     new = await store.open("s")
     assert new.turns[0].parent is None and "not recorded" in new.turns[0].forked
     store.close()
-    again = Store(path)
+    again = SessionStore(path)
     assert (await again.open("s")).count_trajectories() == 1
     again.close()
 
 
-async def test_deleting_a_session_before_its_first_turn_ends_it(store: Store) -> None:
+async def test_deleting_a_session_before_its_first_turn_ends_it(store: SessionStore) -> None:
     session = await store.open("s")
     assert await store.open("s") is session and store.sessions == {}
     assert await store.delete("s") and session.gone
@@ -74,16 +74,16 @@ async def test_deleting_a_session_before_its_first_turn_ends_it(store: Store) ->
 
 
 async def test_a_session_that_is_deleted_before_it_is_read_is_gone(path: Path) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     store.close()
-    again = Store(path)
+    again = SessionStore(path)
     is_deleted, session = await asyncio.gather(again.delete("s"), again.find("s"))
     assert is_deleted and session is None
     again.close()
 
 
-async def test_failed_requests_leave_no_session(store: Store) -> None:
+async def test_failed_requests_leave_no_session(store: SessionStore) -> None:
     for number in range(100):
         await store.open(f"failed {number}")
     assert store.sessions == {} and not await store.delete("failed 7")
@@ -91,7 +91,7 @@ async def test_failed_requests_leave_no_session(store: Store) -> None:
 
 async def test_deleted_sessions_are_in_no_file_soon(path: Path) -> None:
     """Rows of all sizes, so that SQLite moves them between pages."""
-    store = Store(path, erase_within=0.2)
+    store = SessionStore(path, erase_within=0.2)
     names = [f"secret-{number}-" for number in range(40)]
     for size in (1, 3, 30, 400, 1, 2):
         for name in names:
@@ -106,20 +106,20 @@ async def test_deleted_sessions_are_in_no_file_soon(path: Path) -> None:
 
 
 async def test_deleted_sessions_are_in_no_file_after_an_end_or_a_kill(path: Path) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("secret"))
     await store.delete("secret")
     killed = copy_as_killed(path)
     store.close()
     assert b"secret" not in read_files(path)
     assert b"secret" in read_files(killed)
-    again = Store(killed)
+    again = SessionStore(killed)
     assert again.sessions == {} and b"secret" not in read_files(killed)
     again.close()
 
 
 async def test_a_reader_only_delays_the_erasure(path: Path) -> None:
-    store = Store(path, erase_within=0.1)
+    store = SessionStore(path, erase_within=0.1)
     await record(store, make_turn("secret"))
     reader = sqlite3.connect(path, isolation_level=None)
     reader.execute("BEGIN")
@@ -133,7 +133,7 @@ async def test_a_reader_only_delays_the_erasure(path: Path) -> None:
 
 
 async def test_a_closing_store_waits_for_a_reader_and_leaves_no_timer(path: Path) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("secret"))
     reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     reader.execute("BEGIN")
@@ -146,7 +146,7 @@ async def test_a_closing_store_waits_for_a_reader_and_leaves_no_timer(path: Path
 
 
 async def test_a_second_close_closes_nothing_else(path: Path) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     store.close()
     other = os.open(path, os.O_RDONLY)  # it has the number that the store's file had
     store.close()
@@ -158,7 +158,7 @@ async def test_the_log_of_a_busy_gateway_stays_small(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_LOG_BYTES", 50_000)
-    store, wal = Store(path), path.with_name(f"{path.name}-wal")
+    store, wal = SessionStore(path), path.with_name(f"{path.name}-wal")
     for _ in range(200):
         await record(store, make_turn("s"))
     await wait_until_async(lambda: wal.stat().st_size < 100_000)
@@ -171,7 +171,7 @@ async def test_the_log_of_a_busy_gateway_stays_small(
 
 async def test_a_full_disk_loses_no_turn(small_disk: Path) -> None:
     path = small_disk / "gateway.sqlite"
-    store = Store(path)
+    store = SessionStore(path)
     session, refused, known = await store.open("s"), 0, list[str]()
     while refused < 3:
         turns = [make_turn("s", known[-1] if known else None, model="x" * 1000) for _ in range(2)]
@@ -189,26 +189,26 @@ async def test_a_full_disk_loses_no_turn(small_disk: Path) -> None:
     store.close()
 
     for file in (killed, path):
-        again = Store(file)
+        again = SessionStore(file)
         assert await list_ids(again, "s") == known
         again.close()
 
     remount(small_disk, "size=1m")
-    roomy = Store(path)
+    roomy = SessionStore(path)
     assert await record(roomy, make_turn("s", known[-1])) and await roomy.delete("s")
     roomy.close()
-    assert Store(path).sessions == {}
+    assert SessionStore(path).sessions == {}
 
 
 async def test_a_gateway_starts_on_a_full_disk_and_records_when_there_is_room(
     small_disk: Path,
 ) -> None:
     path = small_disk / "gateway.sqlite"
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     store.close()  # a gateway that ends leaves nothing but the file itself
     filler = fill(small_disk)
-    store = Store(path)
+    store = SessionStore(path)
     assert len(await list_ids(store, "s")) == 1
     with pytest.raises(StoreFull):
         for _ in range(100):
@@ -219,7 +219,7 @@ async def test_a_gateway_starts_on_a_full_disk_and_records_when_there_is_room(
     known = await list_ids(store, "s")
     assert len(known) == count + 1
     store.close()
-    again = Store(path)
+    again = SessionStore(path)
     assert await list_ids(again, "s") == known
     again.close()
 
@@ -227,7 +227,7 @@ async def test_a_gateway_starts_on_a_full_disk_and_records_when_there_is_room(
 @pytest.mark.parametrize("ended", [False, True])
 async def test_a_read_only_disk_serves_recorded_turns(small_disk: Path, ended: bool) -> None:
     path = small_disk / "store" / "gateway.sqlite"
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     known = await list_ids(store, "s")
     killed = copy_as_killed(path)
@@ -235,19 +235,19 @@ async def test_a_read_only_disk_serves_recorded_turns(small_disk: Path, ended: b
     path = path if ended else killed
     remount(small_disk, "ro")
     try:
-        reader = Store(path)
+        reader = SessionStore(path)
         assert await list_ids(reader, "s") == known
         for write in (record(reader, make_turn("s")), reader.delete("s")):
             with pytest.raises(StoreFull, match="readonly"):
                 await write
         with pytest.raises(UsageError, match="Another gateway"):
-            Store(path)
+            SessionStore(path)
         with pytest.raises(UsageError, match="Read-only"):
-            Store(path.with_name("other.sqlite"))
+            SessionStore(path.with_name("other.sqlite"))
         reader.close()
     finally:
         remount(small_disk, "rw")
-    again = Store(path)
+    again = SessionStore(path)
     assert await record(again, make_turn("s")) and again.sessions == {"s": 2}
     again.close()
 
@@ -256,11 +256,11 @@ async def test_a_gateway_that_started_on_a_full_disk_restarts_on_one_after_a_kil
     small_disk: Path,
 ) -> None:
     path = small_disk / "gateway.sqlite"
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s", model="a first turn"))
     store.close()
     filler = fill(small_disk)
-    store = Store(path)
+    store = SessionStore(path)
     filler.unlink()
     assert await record(store, make_turn("s"))
     reader = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=0)
@@ -280,11 +280,11 @@ async def test_a_gateway_that_started_on_a_full_disk_restarts_on_one_after_a_kil
     log = path.with_name(f"{path.name}-wal")
     before = path.read_bytes(), log.read_bytes()
     with pytest.raises(StoreDamaged):
-        Store(path)
+        SessionStore(path)
     assert (path.read_bytes(), log.read_bytes()) == before
     with path.open("r+b") as opened:
         opened.write(whole)
-    store = Store(path)
+    store = SessionStore(path)
     assert await list_ids(store, "s") == known and len(known) == 3
     with pytest.raises(StoreFull, match="disk is full"):
         for _ in range(100):
@@ -298,18 +298,18 @@ async def test_a_log_that_cannot_be_emptied_is_reported_only_after_a_delete(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = small_disk / "gateway.sqlite"
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     store.close()
     remount(small_disk, "ro")
     try:
-        store = Store(path)
+        store = SessionStore(path)
         store._empty_log()
         store.close()
         assert not caplog.records
     finally:
         remount(small_disk, "rw")
-    store = Store(path, erase_within=0.02)
+    store = SessionStore(path, erase_within=0.02)
     await store.delete("s")
     path.rename(path.with_name("moved"))
     await wait_until_async(lambda: "is not erased yet" in caplog.text)
@@ -319,7 +319,7 @@ async def test_a_log_that_cannot_be_emptied_is_reported_only_after_a_delete(
 async def test_a_full_disk_keeps_only_acknowledged_turns_of_those_waiting(small_disk: Path) -> None:
     """Turns that wait for the disk share a commit: all of them count, or none."""
     path = small_disk / "gateway.sqlite"
-    store, acknowledged, refused = Store(path, sync=True), list[str](), 0
+    store, acknowledged, refused = SessionStore(path, sync=True), list[str](), 0
     while not refused:
         turns = [make_turn(f"s{number}", model="x" * 500) for number in range(20)]
         writes = [record(store, turn) for turn in turns]
@@ -327,7 +327,7 @@ async def test_a_full_disk_keeps_only_acknowledged_turns_of_those_waiting(small_
         acknowledged += [t.id for t, answer in zip(turns, answers, strict=True) if answer is True]
         refused = sum(isinstance(answer, StoreFull) for answer in answers)
         assert answers.count(True) + refused == len(turns)
-    again = Store(copy_as_killed(path))
+    again = SessionStore(copy_as_killed(path))
     assert acknowledged and again.sessions == store.sessions
     known = [turn for name in again.sessions for turn in await list_ids(again, name)]
     assert sorted(known) == sorted(acknowledged)
@@ -336,7 +336,7 @@ async def test_a_full_disk_keeps_only_acknowledged_turns_of_those_waiting(small_
 
 
 async def test_removing_the_file_is_detected_before_a_turn_is_acknowledged(
-    store: Store, path: Path
+    store: SessionStore, path: Path
 ) -> None:
     await record(store, make_turn("s"))
     path.unlink()
@@ -346,7 +346,7 @@ async def test_removing_the_file_is_detected_before_a_turn_is_acknowledged(
 
 @pytest.mark.parametrize("suffix", ["", "-wal"])
 async def test_moving_a_file_is_detected_before_a_turn_is_acknowledged(
-    store: Store, path: Path, suffix: str
+    store: SessionStore, path: Path, suffix: str
 ) -> None:
     await record(store, make_turn("s"))
     file, elsewhere = path.with_name(path.name + suffix), path.with_name("elsewhere")
@@ -359,26 +359,26 @@ async def test_moving_a_file_is_detected_before_a_turn_is_acknowledged(
 
 
 async def test_a_removed_log_costs_no_turn_when_the_gateway_ends(path: Path) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     path.with_name(f"{path.name}-wal").unlink()
     with pytest.raises(StoreFull, match="moved or removed it"):
         await record(store, make_turn("s"))
     store.close()
-    store = Store(path)
+    store = SessionStore(path)
     assert store.sessions == {"s": 1}
     store.close()
 
 
 async def test_a_gateway_whose_file_was_moved_takes_nothing_from_the_next_one(path: Path) -> None:
     """SQLite finds the log by its path: both would write to one."""
-    first = Store(path, erase_within=0.02)
+    first = SessionStore(path, erase_within=0.02)
     await record(first, make_turn("a"))
     await first.delete("a")
     await record(first, make_turn("b"))
     first._submit(first._empty_log).result()
     path.rename(path.with_name("moved"))
-    second = Store(path)
+    second = SessionStore(path)
     await record(second, make_turn("c"))
     first._submit(first._empty_log).result()
     with pytest.raises(StoreFull, match="moved or removed it"):
@@ -389,7 +389,7 @@ async def test_a_gateway_whose_file_was_moved_takes_nothing_from_the_next_one(pa
     killed = copy_as_killed(path)
     second.close()
     for file, sessions in (path, {"c": 3}), (killed, {"c": 3}), (path.with_name("moved"), {"b": 1}):
-        store = Store(file)
+        store = SessionStore(file)
         assert store.sessions == sessions
         store.close()
 
@@ -412,7 +412,7 @@ class FailingDatabase:
 async def test_a_turn_that_cannot_be_synced_is_refused(
     path: Path, sync: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(path, sync=sync)
+    store = SessionStore(path, sync=sync)
     await record(store, make_turn("known"))
     with monkeypatch.context() as patch:
         patch.setattr(store, "_db", FailingDatabase(store._db))
@@ -421,7 +421,7 @@ async def test_a_turn_that_cannot_be_synced_is_refused(
                 await write
     assert store.sessions == {"known": 1} and not (await store.open("s")).turns
     assert await record(store, make_turn("s"))
-    again = Store(copy_as_killed(path))
+    again = SessionStore(copy_as_killed(path))
     assert again.sessions == store.sessions == {"known": 1, "s": 1}
     again.close()
     store.close()
@@ -431,13 +431,13 @@ async def test_a_turn_that_cannot_be_synced_is_refused(
 
 
 async def test_a_changed_turn_is_refused_and_stays_as_it_is(path: Path) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s", model="a model of many letters"))
     store.close()
     changed = path.read_bytes().replace(b"many letters", b"many lettuce")
     path.write_bytes(changed)
     with pytest.raises(StoreDamaged, match="a turn of `s` has the wrong checksum") as error:
-        Store(path)
+        SessionStore(path)
     assert "--journal" in error.value.hint and path.read_bytes() == changed
 
 
@@ -463,12 +463,12 @@ def insert(path: Path, *turns: bytes) -> None:
 async def test_a_turn_that_no_gateway_wrote_is_refused_at_the_start(
     path: Path, turn: bytes
 ) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     store.close()
     insert(path, turn)
     with pytest.raises(StoreDamaged) as error:
-        Store(path)
+        SessionStore(path)
     assert "--journal" in error.value.hint
 
 
@@ -480,12 +480,12 @@ async def test_a_turn_that_no_gateway_wrote_is_refused_at_the_start(
 async def test_a_session_that_no_gateway_wrote_is_refused_and_hides_no_other(
     path: Path, turns: list[bytes]
 ) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     await record(store, make_turn("whole"))
     store.close()
     insert(path, *turns)
-    store = Store(path)
+    store = SessionStore(path)
     for _ in range(2):
         with pytest.raises(StoreDamaged) as error:
             await store.find("s")
@@ -504,11 +504,11 @@ async def test_a_session_that_no_gateway_wrote_is_refused_and_hides_no_other(
 async def test_a_cycle_in_the_file_does_not_hang_the_reader(
     path: Path, turns: list[tuple[str, str | None]]
 ) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     store.close()
     insert(path, *(encode(id=turn, parent=parent) for turn, parent in turns))
-    store = Store(path)
+    store = SessionStore(path)
     session = await store.open("s")
     assert len(session.turns) == 1 + len(turns)
     for turn in session.turns:
@@ -520,7 +520,7 @@ async def test_a_cycle_in_the_file_does_not_hang_the_reader(
 @pytest.mark.parametrize("name", [b"session 2", b"session 9"])
 async def test_a_changed_name_of_a_session_is_refused(path: Path, name: bytes) -> None:
     """The name of another session would hide one, and a new name would show turns of none."""
-    store = Store(path)
+    store = SessionStore(path)
     for number in range(4):
         await record(store, make_turn(f"session {number}"))
     store.close()
@@ -528,7 +528,7 @@ async def test_a_changed_name_of_a_session_is_refused(path: Path, name: bytes) -
     changed = re.sub(rb"(?<!\xa9)session 1", name, path.read_bytes())
     path.write_bytes(changed)
     with pytest.raises(StoreDamaged, match=f"a turn of `{name.decode()}` has the wrong"):
-        Store(path)
+        SessionStore(path)
     assert path.read_bytes() == changed
 
 
@@ -537,7 +537,7 @@ async def test_turns_that_wait_while_the_store_closes_are_recorded(
 ) -> None:
     """Also when the log is so long that it must be emptied meanwhile."""
     monkeypatch.setattr(store_module, "_LOG_BYTES", 0)
-    store, may_begin = Store(path), threading.Event()
+    store, may_begin = SessionStore(path), threading.Event()
     await record(store, make_turn("s"))
     store._thread.submit(may_begin.wait)
     turns = [make_turn("s", token_ids=[1] * 30_000, logprobs=[-0.5] * 30_000) for _ in range(3)]
@@ -550,14 +550,14 @@ async def test_turns_that_wait_while_the_store_closes_are_recorded(
     threading.Timer(0.2, may_begin.set).start()
     store.close()
     assert await waiting == [True] * 3
-    store = Store(path)
+    store = SessionStore(path)
     assert len(await list_ids(store, "s")) == 4
     store.close()
 
 
 @pytest.mark.parametrize("size", [1, 99, 1024, 7000])
 async def test_a_cut_file_is_refused_and_nothing_is_put_beside_it(path: Path, size: int) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     for _ in range(20):
         await record(store, make_turn("s"))
     store.close()
@@ -565,14 +565,14 @@ async def test_a_cut_file_is_refused_and_nothing_is_put_beside_it(path: Path, si
     path.write_bytes(whole[:size])
     path.chmod(0o640)
     with pytest.raises(StoreDamaged):
-        Store(path)
+        SessionStore(path)
     assert path.read_bytes() == whole[:size] and list(path.parent.iterdir()) == [path]
     assert path.stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.parametrize("content", [b"", None])
 async def test_a_log_without_its_file_is_refused_and_stays(
-    store: Store, path: Path, content: bytes | None
+    store: SessionStore, path: Path, content: bytes | None
 ) -> None:
     """SQLite removes the log of an empty file, and with it turns that were acknowledged."""
     await record(store, make_turn("s"))
@@ -583,10 +583,10 @@ async def test_a_log_without_its_file_is_refused_and_stays(
     log = killed.with_name(f"{path.name}-wal")
     before = log.read_bytes()
     with pytest.raises(StoreDamaged, match="removed without gateway"):
-        Store(killed)
+        SessionStore(killed)
     assert log.read_bytes() == before
     log.unlink()
-    Store(killed).close()
+    SessionStore(killed).close()
 
 
 @pytest.mark.parametrize(
@@ -596,14 +596,14 @@ async def test_a_log_without_its_file_is_refused_and_stays(
 def test_a_store_of_another_version_or_program_is_refused(
     path: Path, statement: str, reason: str
 ) -> None:
-    Store(path).close()
+    SessionStore(path).close()
     with sqlite3.connect(path) as other:
         other.execute("CREATE TABLE t (a)")
         other.execute(statement)
     other.close()
     before = path.read_bytes()
     with pytest.raises(UsageError, match=reason) as error:
-        Store(path)
+        SessionStore(path)
     assert "--journal" in error.value.hint and path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 
@@ -628,14 +628,14 @@ FROM c
 )
 async def test_tables_of_another_program_are_refused(path: Path, statements: str) -> None:
     """A view may never end, and a trigger may delete what was acknowledged."""
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     store.close()
     other = sqlite3.connect(path)
     other.executescript(statements)
     other.close()
     before = path.read_bytes()
-    for read in (Store, lambda path: Conversations(path).list_sessions()):
+    for read in (SessionStore, lambda path: Conversations(path).list_sessions()):
         with pytest.raises(StoreDamaged, match="tables are not those of a gateway"):
             read(path)
     assert path.read_bytes() == before
@@ -643,11 +643,11 @@ async def test_tables_of_another_program_are_refused(path: Path, statements: str
 
 
 async def test_a_file_that_is_damaged_meanwhile_is_not_called_a_full_disk(path: Path) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     for _ in range(50):
         await record(store, make_turn("s", model="x" * 3000))
     store.close()
-    store = Store(path)
+    store = SessionStore(path)
     os.truncate(path, 20_000)
     for work in (store.find("s"), record(store, make_turn("new"))):
         with pytest.raises(StoreDamaged, match="malformed") as error:
@@ -657,10 +657,10 @@ async def test_a_file_that_is_damaged_meanwhile_is_not_called_a_full_disk(path: 
 
 
 async def test_a_store_that_cannot_be_read_is_no_fault_of_the_request(path: Path) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     store.close()
-    store = Store(path)
+    store = SessionStore(path)
     with closing(sqlite3.connect(path)) as other:
         other.execute("ALTER TABLE turns RENAME TO others")
     with pytest.raises(RollwayError, match=r"cannot be read: no such table") as error:
@@ -671,11 +671,11 @@ async def test_a_store_that_cannot_be_read_is_no_fault_of_the_request(path: Path
 
 async def test_a_copy_in_another_mode_is_written_ahead_again(path: Path) -> None:
     """Without the log, a reader would refuse the turns that arrive while it reads."""
-    store, copy = Store(path), path.with_name("copy.sqlite")
+    store, copy = SessionStore(path), path.with_name("copy.sqlite")
     await record(store, make_turn("s"))
     store._db.execute("VACUUM INTO ?", (str(copy),))
     store.close()
-    store = Store(copy)
+    store = SessionStore(copy)
     with closing(sqlite3.connect(copy, isolation_level=None)) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT * FROM turns").fetchall()
@@ -689,7 +689,7 @@ def test_an_old_journal_is_refused(tmp_path: Path) -> None:
     entry = b'{"sum":"5f1c9a0e","entry":{"type":"turn"}}\n'
     old.write_bytes(entry)
     with pytest.raises(UsageError, match="not the store of a gateway"):
-        Store(old)
+        SessionStore(old)
     assert [each.name for each in tmp_path.iterdir()] == ["stack.jsonl"]
     assert old.read_bytes() == entry
 
@@ -701,7 +701,7 @@ async def test_other_users_cannot_read_the_store(tmp_path: Path) -> None:
     path = tmp_path / "new" / "newer" / "gateway.sqlite"
     mask = os.umask(0)
     try:
-        store = Store(path)
+        store = SessionStore(path)
         await record(store, make_turn("s"))
         names = {each.name for each in path.parent.iterdir()}
         assert names == {path.name, f"{path.name}-wal", f"{path.name}-shm"}
@@ -713,16 +713,16 @@ async def test_other_users_cannot_read_the_store(tmp_path: Path) -> None:
     for directory in (path.parent, path.parent.parent):
         assert directory.stat().st_mode & 0o777 == 0o700
     path.chmod(0o644)
-    Store(path).close()
+    SessionStore(path).close()
     assert path.stat().st_mode & 0o777 == 0o600
     # One that a user has copied after a kill has a log, too.
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     killed = copy_as_killed(path)
     store.close()
     for file in killed.parent.iterdir():
         file.chmod(0o644)
-    store = Store(killed)
+    store = SessionStore(killed)
     assert {file.stat().st_mode & 0o777 for file in killed.parent.iterdir()} == {0o600}
     store.close()
 
@@ -745,7 +745,7 @@ def test_pipes_links_files_of_others_and_shared_directories_are_refused(tmp_path
         (rolled, "not a regular file"), (Path("/"), "not a regular file"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=reason):
-            Store(path)
+            SessionStore(path)
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -753,7 +753,7 @@ def test_pipes_links_files_of_others_and_shared_directories_are_refused(tmp_path
 
 
 async def test_turns_at_the_same_time_share_a_commit_and_keep_their_order(path: Path) -> None:
-    store = Store(path, sync=True)
+    store = SessionStore(path, sync=True)
 
     async def talk(name: str) -> list[str]:
         session, known = await store.open(name), list[str]()
@@ -766,7 +766,7 @@ async def test_turns_at_the_same_time_share_a_commit_and_keep_their_order(path: 
     names = [f"s{number}" for number in range(16)]
     known = dict(zip(names, await asyncio.gather(*map(talk, names)), strict=True))
     assert await store.delete("s0") and not await store.delete("s0")
-    again = Store(copy_as_killed(path))
+    again = SessionStore(copy_as_killed(path))
     store.close()
     assert {name: await list_ids(again, name) for name in again.sessions} == {
         name: known[name] for name in names[1:]
@@ -778,7 +778,7 @@ async def test_turns_at_the_same_time_share_a_commit_and_keep_their_order(path: 
 
 @pytest.mark.parametrize("sync", [True, False])
 async def test_a_delete_between_turns_that_wait_ends_their_session(path: Path, sync: bool) -> None:
-    store, may_begin = Store(path, sync=sync), threading.Event()
+    store, may_begin = SessionStore(path, sync=sync), threading.Event()
     await record(store, make_turn("s"))
     store._thread.submit(may_begin.wait)
     session = await store.open("s")
@@ -792,14 +792,14 @@ async def test_a_delete_between_turns_that_wait_ends_their_session(path: Path, s
     may_begin.set()
     assert (await answers)[:2] == [True, True] and session.gone and store.sessions == {}
     assert not await store.record(session, [make_turn("s")])
-    again = Store(copy_as_killed(path))
+    again = SessionStore(copy_as_killed(path))
     assert again.sessions == {}
     again.close()
     store.close()
 
 
 async def test_another_program_that_writes_does_not_stop_the_event_loop(
-    store: Store, path: Path, monkeypatch: pytest.MonkeyPatch
+    store: SessionStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_BUSY_MS", 60_000)
     await record(store, make_turn("s"))
@@ -825,7 +825,7 @@ async def test_another_program_that_writes_does_not_stop_the_event_loop(
 
 
 async def test_a_machine_without_a_free_thread_records_and_deletes(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -840,7 +840,7 @@ async def test_only_recent_sessions_are_in_memory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_RECENT", 3)
-    store = Store(path)
+    store = SessionStore(path)
     for number in range(10):
         await record(store, make_turn(f"s{number}", id=f"first {number}"))
     assert len(store._opened) == 3 and len(store.sessions) == 10
@@ -856,7 +856,7 @@ async def test_only_recent_sessions_are_in_memory(
 _WRITER = """
 import asyncio, os, sys
 from pathlib import Path
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from tests.security.stores import make_turn, record
 
 async def write(store, name):
@@ -873,7 +873,7 @@ async def churn(store):
         await store.delete("churned")
 
 async def main():
-    store = Store(Path(sys.argv[1]), sync=sys.argv[2] == "sync", erase_within=0.01)
+    store = SessionStore(Path(sys.argv[1]), sync=sys.argv[2] == "sync", erase_within=0.01)
     await asyncio.gather(churn(store), *(write(store, f"s{n}") for n in range(8)))
 
 asyncio.run(main())
@@ -900,7 +900,7 @@ async def test_killing_the_gateway_under_eight_writers_loses_no_turn(path: Path,
     for rounds in range(1, 5):
         for name, turn in kill_while_writing(path, sync, 97 * rounds):
             acknowledged.setdefault(name, []).append(turn)
-        store = Store(path)
+        store = SessionStore(path)
         for name, known in acknowledged.items():
             recorded = await list_ids(store, name)
             assert len(set(recorded)) == len(recorded)
@@ -909,7 +909,7 @@ async def test_killing_the_gateway_under_eight_writers_loses_no_turn(path: Path,
     assert sum(map(len, acknowledged.values())) >= 97 * 4
 
 
-async def test_a_turn_that_cannot_be_served_is_not_acknowledged(store: Store) -> None:
+async def test_a_turn_that_cannot_be_served_is_not_acknowledged(store: SessionStore) -> None:
     infinite = make_turn("s", logprobs=[float("-inf")])  # JSON has no infinity
     wrong: list[Turn] = [make_turn("s", logprobs=[]), make_turn("s", token_ids=[-1]), infinite]
     for new in wrong:
@@ -923,7 +923,7 @@ async def test_a_turn_that_cannot_be_served_is_not_acknowledged(store: Store) ->
 
 
 async def test_an_unexpected_failure_hangs_no_request(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread records. Every exception in it must reach the waiting requests."""
 
@@ -940,7 +940,7 @@ async def test_an_unexpected_failure_hangs_no_request(
 
 async def test_what_a_failed_commit_left_in_the_log_is_no_damage(path: Path) -> None:
     """The next commit is written over its beginning; its end, with right checksums, stays."""
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     failed, log = copy_as_killed(path), path.with_name(f"{path.name}-wal")
     await record(store, make_turn("s", token_ids=[7] * 4000, logprobs=[-0.5] * 4000))
@@ -950,7 +950,7 @@ async def test_what_a_failed_commit_left_in_the_log_is_no_damage(path: Path) -> 
         written = failed.with_name(log.name).read_bytes()
         assert len(written) < len(rest) and written != rest[: len(written)]
         failed.with_name(log.name).write_bytes(written + rest[len(written) :])
-        again = Store(copy_as_killed(failed))
+        again = SessionStore(copy_as_killed(failed))
     assert again.sessions == {"s": 1}
     again.close()
     store.close()
@@ -958,19 +958,19 @@ async def test_what_a_failed_commit_left_in_the_log_is_no_damage(path: Path) -> 
 
 @pytest.mark.parametrize("length", [32, 4096])
 async def test_a_log_without_its_beginning_is_refused(path: Path, length: int) -> None:
-    store = Store(path)
+    store = SessionStore(path)
     await record(store, make_turn("s"))
     copy = copy_as_killed(path)
     log = copy.with_name(f"{copy.name}-wal")
     log.write_bytes(bytes(length) + log.read_bytes()[length:])
     with pytest.raises(StoreDamaged, match="beginning"):
-        Store(copy)
+        SessionStore(copy)
     store.close()
 
 
 async def test_turns_after_damage_in_the_log_are_not_dropped_in_silence(path: Path) -> None:
     """SQLite takes the log until the first wrong checksum, as if a kill had cut it off there."""
-    store = Store(path)
+    store = SessionStore(path)
     for _ in range(4):
         await record(store, make_turn("s"))
     copy = copy_as_killed(path)
@@ -982,10 +982,10 @@ async def test_turns_after_damage_in_the_log_are_not_dropped_in_silence(path: Pa
         log.write_bytes(damaged)
         before = read_files(copy)
         with pytest.raises(StoreDamaged, match="is damaged"):
-            Store(copy)
+            SessionStore(copy)
         assert read_files(copy) == before
     log.write_bytes(content[:-500])  # the last commit was cut off
-    cut = Store(copy)
+    cut = SessionStore(copy)
     assert cut.sessions == {"s": 3}
     cut.close()
     store.close()

@@ -15,7 +15,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from rollway.gateway.server import Gateway
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.template import Template
 from rollway.gateway.upstream import ChatReply, ChatRequest
 from rollway.rollout.completion import Completion
@@ -79,7 +79,7 @@ class RunningGateway:
 async def serve(path: Path, tokenizer: Path) -> AsyncIterator[RunningGateway]:
     template = Template(tokenizer)
     engine: Any = Engine(template)
-    store = Store(path)
+    store = SessionStore(path)
     gateway = Gateway("m", template, store, engine, engine, 4096)
     try:
         async with TestClient(TestServer(gateway.app())) as client:

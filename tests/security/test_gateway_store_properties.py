@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from rollway.errors import RollwayError
-from rollway.gateway.store import Store, StoreDamaged
+from rollway.gateway.store import SessionStore, StoreDamaged
 from rollway.gateway.turns import Session, Turn
 from tests.security.stores import copy_as_killed, make_turn, read_files
 from tests.soak import examples
@@ -60,7 +60,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.held: list[Session] = []
         self.numbers = count(1)  # deterministic in every run
         self.loop = asyncio.new_event_loop()
-        self.store = Store(self.path)
+        self.store = SessionStore(self.path)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
@@ -121,7 +121,7 @@ class StoreMachine(RuleBasedStateMachine):
         file.write_bytes(content)
         before = copy.read_bytes()
         try:
-            store = Store(copy)
+            store = SessionStore(copy)
         except RollwayError:
             assert copy.read_bytes() == before and file.read_bytes() == content
             return
@@ -145,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
         with closing(sqlite3.connect(copy)) as other:
             other.execute(statement)
         with pytest.raises(StoreDamaged, match="tables"):
-            Store(copy)
+            SessionStore(copy)
 
     def _make_turn(self, session: str, parent: str | None, size: int) -> Turn:
         number = next(self.numbers)
@@ -166,7 +166,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _start(self) -> None:
         self.held.clear()
-        self.store = Store(self.path)
+        self.store = SessionStore(self.path)
 
     @invariant()
     def every_acknowledged_turn_is_in_one_place(self) -> None:

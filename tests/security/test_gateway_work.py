@@ -13,7 +13,7 @@ import pytest
 from rollway.errors import UsageError
 from rollway.gateway import requests, threads
 from rollway.gateway.replies import Refused
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.template import BoundedTokenizer, Template
 from rollway.gateway.threads import Threads
 from rollway.gateway.tokens import Access, scope_of
@@ -120,7 +120,9 @@ async def test_long_text_is_tokenized_without_blocking_other_requests(tmp_path: 
             assert (await slow)[0] == 200
 
 
-async def _record_forks(store: Store, name: str, turns: int, forks: int, tokens: int) -> None:
+async def _record_forks(
+    store: SessionStore, name: str, turns: int, forks: int, tokens: int
+) -> None:
     session = await store.open(name)
     for _ in range(forks):
         last: str | None = None
@@ -172,7 +174,7 @@ async def test_trajectories_are_paged(tmp_path: Path) -> None:
 
 async def test_a_page_has_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_PAGE_TOKENS", 20_000)
-    store = Store(None)
+    store = SessionStore(None)
     await _record_forks(store, "s", 10, 5, 500)
     session = await store.open("s")
     store.close()
@@ -253,7 +255,7 @@ async def test_long_turns_are_recorded_without_blocking_other_requests(
     """256 answers to a prompt of 130,000 tokens once blocked the event loop for 2.5 s. Turns that
     arrive while a long one waits for the thread are recorded after it. So is the first turn in an
     empty log, which waits for the disk."""
-    store = Store(tmp_path / "gateway.sqlite")
+    store = SessionStore(tmp_path / "gateway.sqlite")
     checks, may_begin = _watch(monkeypatch, Turn, "check"), threading.Event()
 
     def make_turn(history: str, count: int) -> Turn:

@@ -20,8 +20,8 @@ from rollway.processes import ProcessId
 from rollway.spec import load_spec
 from rollway.stack import preset
 from rollway.stack.commands import make_kv_events_endpoint
-from rollway.stack.doctor import ListeningSocket, list_listeners
 from rollway.stack.locks import Lease
+from rollway.stack.machine_check import ListeningSocket, list_listeners
 from rollway.stack.plan import plan_stack
 from rollway.stack.state import ProcessState, StackDir, StackState, choose_run_dir
 from tests.conftest import Cli

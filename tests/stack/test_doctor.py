@@ -22,7 +22,7 @@ import rollway
 from rollway import processes
 from rollway.observe.doctor import CHECKS, Examination, examine_stack
 from rollway.processes import ProcessId
-from rollway.stack import doctor
+from rollway.stack import machine_check
 from rollway.stack.preset import has_nixl
 from rollway.stack.state import StackDir, StackState, find_record_dir, make_run_dir_name
 from rollway.versions import taint_of
@@ -70,9 +70,9 @@ def wait_for_samples(name: str) -> None:
 @pytest.fixture(autouse=True)
 def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """See leftovers of this test alone: what other tests kill at the same time is theirs."""
-    monkeypatch.setattr(doctor, "SHM", tmp_path)
+    monkeypatch.setattr(machine_check, "SHM", tmp_path)
     monkeypatch.setattr("rollway.weights.adapter.HOME", tmp_path)
-    monkeypatch.setattr(doctor, "list_bases", lambda: {tmp_path})
+    monkeypatch.setattr(machine_check, "list_bases", lambda: {tmp_path})
     find_runs = processes.find_runs
 
     def find_own_runs() -> dict[str, set[ProcessId]]:
@@ -388,7 +388,7 @@ def test_other_versions_of_packages_are_found(
     sound: rollway.Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if Rollway had been tested with another torch: none can be installed for a test."""
-    monkeypatch.setitem(doctor._TESTED, "torch", "1.0")
+    monkeypatch.setitem(machine_check._TESTED, "torch", "1.0")
     assert find_problems("sound") == {"packages": "warning"}
 
 

@@ -1,12 +1,13 @@
-"""A package imports only packages below it, so the graph of packages has no cycle; no test module
-imports another."""
+"""A package imports only packages below it, so the graph of packages has no cycle; packages keep
+their budgets, and names mean one thing; no test module imports another."""
 
 from __future__ import annotations
 
 import ast
 import tokenize
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import rollway
@@ -61,12 +62,21 @@ BUDGET = {
 """The most modules and lines of each package: what it has, as long as that is more than the plan of
 the code gives it. A package may shrink, and not grow; a new one needs an entry."""
 
+MOST_SHARED_CLASSES, MOST_SHARED_FILES = 24, 30
+"""How many names are those of several classes, or of several files: what the package has. A new
+class or file has a name of its own."""
+
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 
-TESTS = Path(__file__).parents[1]
+SOURCE, TESTS = Path(rollway.__file__).parent, Path(__file__).parents[1]
 LISTS_TESTS = TESTS / "unit" / "prime_rl" / "test_findings.py"
 """Names a test for every finding, and must fail when one of them is renamed."""
+
+
+@cache
+def parse_package() -> dict[Path, ast.Module]:
+    return {file: ast.parse(file.read_text()) for file in SOURCE.rglob("*.py")}
 
 
 def list_imports(tree: ast.AST) -> Iterator[str]:
@@ -91,29 +101,28 @@ def find_room(parts: Sequence[str], rooms: Collection[str]) -> str:
 
 def test_a_package_imports_only_packages_below_it() -> None:
     level = {name: step for step, names in enumerate(ORDER) for name in names.split()}
-    source, wrong = Path(rollway.__file__).parent, set()
-    for file in source.rglob("*.py"):
-        package = find_room(file.relative_to(source).with_suffix("").parts, level)
-        for name in list_imports(ast.parse(file.read_text())):
+    wrong = set()
+    for file, tree in parse_package().items():
+        package = find_room(file.relative_to(SOURCE).with_suffix("").parts, level)
+        for name in list_imports(tree):
             if name.split(".")[0] != "rollway":
                 continue
             imported = find_room(f"{name}.".split(".")[1:], level)
             # A name of `rollway` itself is one of its `__init__`.
             step = level.get(imported, level["__init__"])
             if imported != package and step >= level[package]:
-                wrong.add(f"{file.relative_to(source)} imports {name}")
+                wrong.add(f"{file.relative_to(SOURCE)} imports {name}")
     assert not wrong, "\n".join(sorted(wrong))
 
 
 def test_the_package_and_its_rooms_keep_their_budgets() -> None:
-    source = Path(rollway.__file__).parent
     modules, lines = Counter[str](), Counter[str]()
-    for file in source.rglob("*.py"):
-        package, *inner = file.relative_to(source).parts
+    for file, tree in parse_package().items():
+        package, *inner = file.relative_to(SOURCE).parts
         room = f"{package}/{inner[0]}" if package in ("stack", "integrations") else package
         room = room.removesuffix(f"/{file.name}") if inner else "base"
         modules[room] += len(file.read_text().splitlines()) > 5 or file.name != "__init__.py"
-        lines[room] += count_code(file)
+        lines[room] += count_code(file, tree)
     assert modules.total() <= MOST_MODULES and lines.total() <= MOST_LINES
     # An empty `__init__.py` is no room.
     sizes = {room: (modules[room], count) for room, count in lines.items() if count}
@@ -125,20 +134,34 @@ def test_the_package_and_its_rooms_keep_their_budgets() -> None:
     assert not over
 
 
-def count_code(file: Path) -> int:
+def count_code(file: Path, tree: ast.Module) -> int:
     """Count the lines of a file with code on them: no blanks, comments or docstrings."""
     lines: set[int] = set()
     with file.open("rb") as source:
         for token in tokenize.tokenize(source.readline):
             if token.type not in _NO_CODE:
                 lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
             value = getattr(statement, "value", None)
             if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant):
                 lines.difference_update(range(statement.lineno, (statement.end_lineno or 0) + 1))
     return len(lines)
+
+
+def test_a_name_means_one_thing() -> None:
+    trees = parse_package()
+    nodes = (node for tree in trees.values() for node in ast.walk(tree))
+    classes = list_shared(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert len(classes) <= MOST_SHARED_CLASSES, " ".join(classes)
+    files = list_shared(file.name for file in trees if file.name != "__init__.py")
+    assert len(files) <= MOST_SHARED_FILES, " ".join(files)
+
+
+def list_shared(names: Iterable[str]) -> list[str]:
+    """Return the names that come more than once."""
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def test_what_tests_share_is_in_no_test_module() -> None:

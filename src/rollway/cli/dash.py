@@ -31,7 +31,7 @@ from rollway.stack.state import make_home
 def dash(options: argparse.Namespace) -> int:
     """Serve until a signal arrives."""
     _check_source(options)
-    access = DashAccess(read_token(options))
+    access = DashAccess(choose_token(options))
     if access.token and not is_loopback(options.host):
         print_progress(f"What the page shows crosses the network of {options.host} in the clear.")
     if options.journal is not None:
@@ -99,8 +99,9 @@ def print_report(result: Mapping[str, Any]) -> None:
     print(f"report: {result['file']}")
 
 
-def read_token(options: argparse.Namespace) -> str:
-    """Return the token, or an empty text if only this machine can reach the address."""
+def choose_token(options: argparse.Namespace) -> str:
+    """Return the token of the environment, else a new one with `--token`. An address that others
+    reach needs one; without, the text is empty."""
     token = callers.read_token(TOKEN) or (secrets.token_urlsafe(24) if options.token else "")
     callers.check_address(options.host, bool(token), TOKEN_FIX)
     return token

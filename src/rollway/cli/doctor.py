@@ -10,7 +10,7 @@ from rollway.cli.arguments import Parser, set_command
 from rollway.cli.output import print_json, print_problems, print_progress, print_result, print_table
 from rollway.errors import Problem
 from rollway.stack import local
-from rollway.stack.doctor import ListeningSocket, examine, is_in_this_network, list_listeners
+from rollway.stack.machine_check import ListeningSocket, examine, is_in_this_network, list_listeners
 from rollway.stack.ray import launcher
 from rollway.stack.state import list_stacks
 

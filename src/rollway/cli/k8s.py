@@ -16,6 +16,7 @@ from rollway.errors import Problem, SpecError, UsageError
 from rollway.kubernetes import gates
 from rollway.kubernetes.check import check_cluster, check_objects
 from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.cluster_run import Limits, RunOptions, RunResult, gates_reporter
 from rollway.kubernetes.conversion import convert
 from rollway.kubernetes.infra import load_infra, parse_infra
 from rollway.kubernetes.manifests import Manifests, render_all, write_yaml
@@ -26,7 +27,6 @@ from rollway.kubernetes.run import bring_up, start_run
 from rollway.kubernetes.scale import scale as scale_component
 from rollway.kubernetes.spec import Infra
 from rollway.kubernetes.status import RunStatus, read_status, read_versions
-from rollway.kubernetes.steps import Limits, RunOptions, RunResult, gates_reporter
 from rollway.kubernetes.teardown import list_targets, resolve_run, take_down
 
 _SECTIONS = {"graphs": "dynamo", "jobs": "kuberay", "clusters": "kuberay",

@@ -10,13 +10,13 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 from rollway.cli.arguments import Parser, add_flag, add_listening, add_name, make_group
-from rollway.cli.dash import read_token
+from rollway.cli.dash import choose_token
 from rollway.cli.output import print_progress, print_result
 from rollway.errors import UsageError
 from rollway.observe import exporter
 from rollway.observe.dash import open_run
 from rollway.observe.dash.view import RunSource
-from rollway.stack import targets
+from rollway.stack import prometheus
 from rollway.stack.ray import launcher
 
 
@@ -29,7 +29,7 @@ def export(options: argparse.Namespace) -> int:
     name = options.name
     if name is None or "://" not in name:
         name = launcher.resolve_name(name)
-    token = read_token(options) if options.follow else ""
+    token = choose_token(options) if options.follow else ""
     config = exporter.make_config(options.seconds, has_token=bool(token))
     paths = [exporter.write_config(options.out, config)]
     if token:
@@ -52,7 +52,7 @@ def _show(options: argparse.Namespace, paths: list[Path], url: str | None = None
 async def _write_once(name: str, directory: Path) -> Path:
     async with exporter.open_listing(name) as list_groups:
         path = exporter.get_targets_path(directory, _get_stack(name))
-        return targets.write_groups(path, await list_groups())
+        return prometheus.write_groups(path, await list_groups())
 
 
 def _get_stack(name: str) -> str:

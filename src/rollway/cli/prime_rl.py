@@ -35,13 +35,13 @@ def serve(options: argparse.Namespace) -> int:
 def config(options: argparse.Namespace) -> int:
     """Print the part of prime-rl's config that names a running server."""
     from rollway.integrations.prime_rl.check import check_answers, make_headers, make_toml
-    from rollway.integrations.prime_rl.serve import find_token_file, make_export, read_token
+    from rollway.integrations.prime_rl.serve import ensure_token, find_token_file, make_export
 
     url = f"{options.url.rstrip('/').removesuffix('/v1')}/v1"
     admin = f"{(options.admin_url or url).rstrip('/').removesuffix('/v1')}/v1"
     headers, export = make_headers({}), ""
     if not headers and find_token_file().exists():  # prime-rl wants it in the environment
-        headers, export = {"Authorization": f"Bearer {read_token().decode()}"}, make_export()
+        headers, export = {"Authorization": f"Bearer {ensure_token().decode()}"}, make_export()
 
     async def read_model() -> str:
         async with Http() as http:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rollway.demo.task import CountingTask, Prompt
+from rollway.demo.task import CountingPrompt, CountingTask
 
 # Raise this whenever the builder, the warm-up or the task's prompt changes: a checkpoint with
 # another format is built again.
@@ -179,7 +179,7 @@ def _warm_up(model: Qwen3ForCausalLM, task: CountingTask, rng: Random) -> None:
     model.eval()
 
 
-def _make_flawed_answer(task: CountingTask, prompt: Prompt, rng: Random) -> list[int]:
+def _make_flawed_answer(task: CountingTask, prompt: CountingPrompt, rng: Random) -> list[int]:
     digits, last = [], prompt.start
     for _ in range(WARMUP_ANSWER):
         last = (last + 1) % 10 if rng.random() < WARMUP_SKILL else rng.randrange(10)

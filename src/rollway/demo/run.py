@@ -52,7 +52,7 @@ from rollway.observe.report import write_report
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
 from rollway.stack import preset
-from rollway.stack.doctor import list_installed_versions
+from rollway.stack.machine_check import list_installed_versions
 from rollway.stack.preset import cache_dir
 from rollway.stack.progress import StackProgress
 from rollway.weights.checkpoint import publish_checkpoint
@@ -103,7 +103,7 @@ class DemoStep:
 
 
 @dataclass(slots=True)
-class _Run:
+class _DemoRun:
     """The state of a demo run."""
 
     options: DemoOptions
@@ -173,7 +173,7 @@ def _name_unwritten(path: Path) -> Iterator[Path]:
         raise RollwayError(f"{path} was not written: {cause}.", "Free some space there.") from error
 
 
-def _prepare(options: DemoOptions) -> _Run:
+def _prepare(options: DemoOptions) -> _DemoRun:
     config = GrpoConfig() if options.steps is None else GrpoConfig(steps=options.steps)
     if config.steps < 1 or options.workers < 1:
         raise UsageError("The demo needs at least one step and one worker.")
@@ -194,7 +194,7 @@ def _prepare(options: DemoOptions) -> _Run:
         build_base(base)
     is_refitted = options.refit and options.engine != "mocker"
     default: DemoTransport = "cuda_ipc" if device == "cuda" else "checkpoint"
-    return _Run(
+    return _DemoRun(
         options=options,
         config=config,
         directory=directory.resolve(),
@@ -237,7 +237,7 @@ def place_model(options: DemoOptions, config: GrpoConfig) -> tuple[Device, dict[
 
 
 def _run_step(
-    run: _Run, stack: rollway.Stack, number: int, parts: rollway.observe.Step
+    run: _DemoRun, stack: rollway.Stack, number: int, parts: rollway.observe.Step
 ) -> DemoStep:
     prompts = run.task.prompts(run.config.groups_per_step, run.rng)
     per_step = run.config.groups_per_step * run.config.group_size
@@ -288,7 +288,7 @@ def _run_step(
     )
 
 
-def _train(run: _Run, flat: list[Rollout], rewards: list[list[float]]) -> StepStats | None:
+def _train(run: _DemoRun, flat: list[Rollout], rewards: list[list[float]]) -> StepStats | None:
     if run.options.engine == "mocker":
         return None  # its tokens are random: it tests the transport, not learning
     batch = RolloutBatch(
@@ -301,7 +301,7 @@ def _train(run: _Run, flat: list[Rollout], rewards: list[list[float]]) -> StepSt
 
 
 def _refit(
-    run: _Run, stack: rollway.Stack, number: int
+    run: _DemoRun, stack: rollway.Stack, number: int
 ) -> tuple[float | None, RefitReport | None, str | None]:
     """Refit all workers to the trainer's new weights; return the seconds, the report, and how."""
     if run.transport is None:
@@ -317,7 +317,7 @@ def _refit(
     return seconds, report, describe_weights(weights)
 
 
-def _publish(run: _Run, stack: rollway.Stack, version: int) -> Weights:
+def _publish(run: _DemoRun, stack: rollway.Stack, version: int) -> Weights:
     """Publish the trainer's weights; in place, they must not change until the refit has ended."""
     model = run.trainer.model
     if run.publisher is not None:
@@ -338,7 +338,7 @@ def describe_weights(weights: Weights) -> str:
 
 
 def _make_report(
-    run: _Run, stack_seconds: float, seconds: float, weight_versions: dict[str, int | None]
+    run: _DemoRun, stack_seconds: float, seconds: float, weight_versions: dict[str, int | None]
 ) -> dict[str, Any]:
     steps = run.steps
     return {

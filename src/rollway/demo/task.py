@@ -39,7 +39,7 @@ INSTRUCTION = (
 
 
 @dataclass(frozen=True)
-class Prompt:
+class CountingPrompt:
     """One question, with the token ids to send and the ones a perfect answer holds."""
 
     token_ids: list[int]
@@ -56,7 +56,7 @@ class CountingTask:
         self.digit_ids = tokenizer.encode("0123456789", add_special_tokens=False)
         self._prompts = [self._build_prompt(tokenizer, start) for start in range(10)]
 
-    def prompts(self, n: int, rng: Random) -> list[Prompt]:
+    def prompts(self, n: int, rng: Random) -> list[CountingPrompt]:
         """Return ``n`` prompts for one training step, in random order.
 
         Starts are dealt like cards, each digit once before any digit again, so that no step
@@ -70,7 +70,7 @@ class CountingTask:
         rng.shuffle(starts)
         return [self._prompts[start] for start in starts]
 
-    def reward(self, prompt: Prompt, token_ids: Sequence[int]) -> float:
+    def reward(self, prompt: CountingPrompt, token_ids: Sequence[int]) -> float:
         """Return the fraction of positions that are right, in [0, 1].
 
         Positions that are missing count as wrong, and so do surplus ones: neither a short nor
@@ -82,8 +82,8 @@ class CountingTask:
         )
         return right / max(self.max_tokens, len(token_ids))
 
-    def _build_prompt(self, tokenizer: PreTrainedTokenizerBase, start: int) -> Prompt:
-        return Prompt(
+    def _build_prompt(self, tokenizer: PreTrainedTokenizerBase, start: int) -> CountingPrompt:
+        return CountingPrompt(
             token_ids=tokenizer.encode(f"{INSTRUCTION}{start}", add_special_tokens=False),
             start=start,
             answer_ids=[self.digit_ids[(start + 1 + i) % 10] for i in range(self.max_tokens)],

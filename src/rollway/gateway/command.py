@@ -20,7 +20,7 @@ from rollway.aio import Stack
 from rollway.errors import UsageError
 from rollway.gateway.connections import Listener, raise_connection_limit
 from rollway.gateway.server import Gateway
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.template import Template
 from rollway.gateway.tokens import Access
 from rollway.gateway.upstream import CHAT, Upstream
@@ -69,7 +69,7 @@ async def open_gateway(
         model = options.model or (stack.models[0] if len(stack.models) == 1 else None)
         tokenizer = options.tokenizer or find_model_path(stack, model)
         path = options.journal or make_home() / "gateway" / f"{stack.name or 'attached'}.sqlite"
-        store = Store(path, sync=options.journal_sync)
+        store = SessionStore(path, sync=options.journal_sync)
         try:
             gateway = await create_gateway(
                 stack,
@@ -89,7 +89,7 @@ async def open_gateway(
 
 @asynccontextmanager
 async def record_counts(
-    store: Store, run: Recorder | None, seconds: float = _COUNT_SECONDS
+    store: SessionStore, run: Recorder | None, seconds: float = _COUNT_SECONDS
 ) -> AsyncIterator[None]:
     """Add the counts of sessions, turns and forks to the record of the stack: every few seconds and
     at the end of the block, if they have changed."""
@@ -125,7 +125,7 @@ async def record_counts(
 async def create_gateway(
     stack: Stack,
     template: Template,
-    store: Store,
+    store: SessionStore,
     model: str | None = None,
     *,
     kind: type[Gateway] = Gateway,

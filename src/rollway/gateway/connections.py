@@ -25,6 +25,8 @@ from rollway.processes import raise_file_limit
 HEADER_SECONDS = 20.0
 """The time from the connection to the end of the first request's headers."""
 BODY_SECONDS = 120.0
+# Not aiohttp's `keepalive_timeout`: it closes a connection only once its client has read the whole
+# answer. A client that does not read would keep socket and answer for ever.
 IDLE_SECONDS = 75.0
 """The time between two requests; longer than clients keep a connection, so they close it first."""
 _HANDSHAKE_SECONDS = 5.0
@@ -54,7 +56,7 @@ class Listener:
         await self._runner.cleanup()
 
 
-class Connections:
+class ServerConnections:
     """The open connections of one server."""
 
     def __init__(

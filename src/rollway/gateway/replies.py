@@ -19,7 +19,6 @@ from rollway.gateway.messages import EXPERTS, GENERATION, LOGPROBS, PROMPT
 from rollway.gateway.store import StoreFull
 from rollway.gateway.upstream import ChatReply
 from rollway.http import read_error_message
-from rollway.rollout.completion import Completion
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +52,9 @@ def convert_choice(raw: Mapping[str, Any], index: int, body: Mapping[str, Any]) 
     return converted
 
 
-def add_bundle(
-    message: MutableMapping[str, Any],
-    prompt_ids: Sequence[int],
-    completion: Completion,
-    *,
-    expert_strings: bool = False,
-) -> None:
+def add_bundle(message: MutableMapping[str, Any], reply: ChatReply, expert_strings: bool) -> None:
     """Add the tokens to a message: all fields, or none. `expert_strings` are NeMo's form."""
+    prompt_ids, completion = reply.request.prompt_ids, reply.completion
     if completion.logprobs is None:
         return
     message[PROMPT] = list(prompt_ids)

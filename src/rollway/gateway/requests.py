@@ -194,13 +194,13 @@ class _Call(msgspec.Struct):
     function: _Function | None = None
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     text: str | None = None
 
 
 class _Message(msgspec.Struct):
     role: Annotated[str, msgspec.Meta(min_length=1)]
-    content: str | list[_Part] | None = None
+    content: str | list[_ContentPart] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None

@@ -23,15 +23,14 @@ from aiohttp import web
 
 from rollway.errors import UsageError
 from rollway.gateway import replies, requests, threads
-from rollway.gateway.connections import Connections
+from rollway.gateway.connections import ServerConnections
 from rollway.gateway.messages import Message, Prefix, chain, check_contiguous, find_sent_prefix
 from rollway.gateway.replies import json_response, send_data, send_event
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.template import Template
 from rollway.gateway.tokens import Access, Caller
 from rollway.gateway.turns import PendingTurn, Session, Turn, new_id
 from rollway.gateway.upstream import CHAT, ChatReply, ChatRequest, Upstream, make_request
-from rollway.rollout.completion import Completion
 from rollway.rollout.sender import all_or_none
 from rollway.rollout.template import SpliceError
 from rollway.rollout.wire import COMPLETIONS, Wire
@@ -70,7 +69,7 @@ class Gateway:
 
     model: str
     template: Template
-    store: Store
+    store: SessionStore
     chat: Upstream
     text: Upstream
     context_length: int
@@ -84,7 +83,7 @@ class Gateway:
     cannot begin with them begins a new trajectory."""
     expert_strings: bool = False
     """Whether token bundles have experts in NeMo's form, one string."""
-    connections: Connections = field(default_factory=Connections)
+    connections: ServerConnections = field(default_factory=ServerConnections)
     started: float = field(default_factory=time.time)
     body_bytes: int = 2**30
     """The limit for all bodies that are being read or answered together."""
@@ -277,7 +276,7 @@ class Gateway:
             turns.append(turn.complete(answer.completion, answer.ticket.version, message))
             if with_bundle:
                 target = choice if message is None else message
-                self._add_bundle(target, answer.request.prompt_ids, answer.completion)
+                replies.add_bundle(target, answer, self.expert_strings)
             choices.append(choice)
         recorded = await self._record(pending[0].session, turns)
         shown = self.access.show(request[CALLER], name)
@@ -328,18 +327,13 @@ class Gateway:
                 return response
         if last_events and self._wants_bundle(body):
             choice = last_events[0]["choices"][0]
-            self._add_bundle(choice.get("delta", choice), chat_request.prompt_ids, reply.completion)
+            replies.add_bundle(choice.get("delta", choice), reply, self.expert_strings)
         if last_events and not recorded:
             last_events[-1]["recorded"] = False
         for shown in last_events:
             await send_event(response, shown)
         await send_data(response, b"[DONE]")
         return response
-
-    def _add_bundle(
-        self, message: dict[str, Any], prompt_ids: list[int], completion: Completion
-    ) -> None:
-        replies.add_bundle(message, prompt_ids, completion, expert_strings=self.expert_strings)
 
     def explain(self, failure: Exception) -> tuple[int, str, str]:
         """Return the status, kind and message of a failure that a client may see."""

@@ -110,7 +110,7 @@ class StoreDamaged(RollwayError):
         )
 
 
-class Store:
+class SessionStore:
     """All sessions. Its coroutines may be called from any event loop."""
 
     def __init__(

@@ -152,17 +152,18 @@ class Session:
 
     def find_experts_end(self, turn: str | None) -> int:
         """Return the position after the last recorded experts of a turn and its parents."""
-        experts = self._last_experts(turn)
-        return 0 if experts is None else experts.end
+        while turn is not None:
+            parent = self.turns[self._index[turn]]
+            if (experts := parent.experts()) is not None:
+                return experts.end
+            turn = parent.parent
+        return 0
 
     def trajectories(self, start: int = 0) -> Iterator[TokenSequence]:
         """Yield a sequence for each turn that no other turn continues, from number `start` on. Each
         is built when it is due."""
-        turns = list(self.turns)
-        parents = {turn.parent for turn in turns}
-        leaves = [position for position, turn in enumerate(turns) if turn.id not in parents]
         owner: dict[int, int] = {}  # turn -> the first trajectory that contains it
-        for number, leaf in enumerate(leaves):
+        for number, leaf in enumerate(self._list_leaves()):
             path = self._path(leaf)
             if number >= start:
                 yield self._build_sequence(path, owner)
@@ -172,18 +173,13 @@ class Session:
                 owner[position] = number
 
     def count_trajectories(self) -> int:
-        turns = list(self.turns)
-        parents = {turn.parent for turn in turns}
-        return sum(turn.id not in parents for turn in turns)
+        return len(self._list_leaves())
 
-    def _last_experts(self, turn: str | None) -> RoutedExperts | None:
-        while turn is not None:
-            parent = self.turns[self._index[turn]]
-            experts = parent.experts()
-            if experts is not None:
-                return experts
-            turn = parent.parent
-        return None
+    def _list_leaves(self) -> list[int]:
+        """Return the positions of the turns that no other turn continues."""
+        turns = list(self.turns)  # another thread may add to them
+        parents = {turn.parent for turn in turns}
+        return [position for position, turn in enumerate(turns) if turn.id not in parents]
 
     def _path(self, position: int) -> list[int]:
         """Return the positions from the first turn to this one."""

@@ -1,7 +1,7 @@
 """The API server of a cluster: requests to it, their repeats, and what its refusals mean.
 
 The `kubernetes` package reads kubeconfigs and service accounts and refreshes tokens. Requests go to
-its connection pool with paths that are made from `Kind`s, so none is spent on discovery.
+its connection pool with paths that are made from `ObjectKind`s, so none is spent on discovery.
 
 `explain(refusal)` gives the error to raise. The server's own words are passed on. Errors differ
 where a command acts on the difference: an unknown field in an apply is a 500, in a create a 400; a
@@ -34,7 +34,7 @@ from rollway.errors import (
     UsageError,
     require,
 )
-from rollway.kubernetes.objects import Kind, Object
+from rollway.kubernetes.objects import Object, ObjectKind
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """What a pod has of its service account."""
@@ -65,7 +65,7 @@ class ApiServer:
         self._client = client
         self.in_cluster = in_cluster
         self.has_answered = False
-        self.served: set[Kind] = set()
+        self.served: set[ObjectKind] = set()
         """The kinds that the API server has answered for."""
 
     @property
@@ -225,7 +225,7 @@ class Refusal:
 
     verb: str
     """As RBAC has it: get, list, create, patch, delete."""
-    kind: Kind
+    kind: ObjectKind
     namespace: str
     name: str = ""
     subresource: str = ""
@@ -235,7 +235,7 @@ class Refusal:
     def with_answer(self, status: int, body: bytes) -> Refusal:
         return replace(self, status=status, body=body)
 
-    def with_kind(self, kind: Kind) -> Refusal:
+    def with_kind(self, kind: ObjectKind) -> Refusal:
         return replace(self, kind=kind)
 
     @property
@@ -302,7 +302,7 @@ def explain(refusal: Refusal) -> RollwayError:
     )
 
 
-def make_rule(verb: str, kind: Kind, subresource: str = "") -> dict[str, list[str]]:
+def make_rule(verb: str, kind: ObjectKind, subresource: str = "") -> dict[str, list[str]]:
     """Return the RBAC rule for one verb on one kind."""
     resource = f"{kind.plural}/{subresource}" if subresource else kind.plural
     return {"apiGroups": [kind.group], "resources": [resource], "verbs": [verb]}

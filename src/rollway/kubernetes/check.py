@@ -37,7 +37,7 @@ from rollway.kubernetes.objects import (
     RUN_LABEL,
     SCALING_ADAPTER,
     SERVICE,
-    Kind,
+    ObjectKind,
     find_kind,
 )
 from rollway.kubernetes.pods import GPU
@@ -76,7 +76,7 @@ def _check_namespace(cluster: Cluster) -> Problem:
 
 
 def _check_kinds(cluster: Cluster, manifests: Manifests) -> Iterator[Problem]:
-    kinds: list[Kind] = []
+    kinds: list[ObjectKind] = []
     if manifests.graphs:
         kinds.append(DGD)
     if manifests.jobs:
@@ -194,7 +194,7 @@ def count_gpus(node: Any) -> int:
 class Permission:
     """Verbs on one kind or on a part of it, and what for."""
 
-    kind: Kind
+    kind: ObjectKind
     verbs: tuple[str, ...]
     purpose: str
     subresource: str = ""

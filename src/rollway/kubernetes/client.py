@@ -34,17 +34,19 @@ from rollway.kubernetes.objects import (
     POD,
     RUN_LABEL,
     SERVICE,
-    Kind,
     Object,
+    ObjectKind,
 )
 
-_ACCESS_REVIEW = Kind(
+_ACCESS_REVIEW = ObjectKind(
     "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", False
 )
-_ATTEMPTS = 8
-_GROUPS = Kind("", "", "apis", "APIGroupList", False)
+_ATTEMPTS, _SERVICE_SECONDS = 8, 10.0
+_GROUPS = ObjectKind("", "", "apis", "APIGroupList", False)
 _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
 Objects = list[Object]
+Change = Callable[[Object], Object | None]
+"""Returns what is to be merged into an object; None if it is as it should be."""
 
 
 class Cluster:
@@ -95,11 +97,11 @@ class Cluster:
 
     # --- read ---------------------------------------------------------------------------------
 
-    def get(self, kind: Kind, name: str) -> Object | None:
+    def get(self, kind: ObjectKind, name: str) -> Object | None:
         """Return an object, or None if there is none of that name."""
         return self._ask("GET", kind, name)
 
-    def list(self, kind: Kind, *, labels: str = "", fields: str = "") -> Objects:
+    def list(self, kind: ObjectKind, *, labels: str = "", fields: str = "") -> Objects:
         """Return the objects that match."""
         selectors = {"labelSelector": labels, "fieldSelector": fields}
         query = {key: value for key, value in selectors.items() if value}
@@ -136,7 +138,7 @@ class Cluster:
         answer = self.connection.ask(asked, "GET", "/apis", None, "application/json") or {}
         return {group["name"] for group in answer["groups"]}
 
-    def may(self, verb: str, kind: Kind, subresource: str = "") -> bool:
+    def may(self, verb: str, kind: ObjectKind, subresource: str = "") -> bool:
         """Ask the API server whether this user has a permission in this namespace."""
         wanted = {
             "verb": verb, "group": kind.group, "version": kind.version, "resource": kind.plural,
@@ -158,7 +160,6 @@ class Cluster:
         *,
         method: str = "GET",
         body: bytes | None = None,
-        seconds: float = 10.0,
     ) -> tuple[int, bytes]:
         """Send a request to a Service; return the status and the body of its answer.
 
@@ -177,7 +178,7 @@ class Cluster:
             url = f"http://{service}.{self.namespace}.svc:{port}{path}"
             try:
                 direct = urllib3.request(
-                    method, url, body=body, headers=headers, timeout=seconds, retries=False
+                    method, url, body=body, headers=headers, timeout=_SERVICE_SECONDS, retries=False
                 )
             except urllib3.exceptions.HTTPError as error:
                 return 502, str(error).encode()
@@ -185,7 +186,7 @@ class Cluster:
         root = SERVICE.make_path(self.namespace) + f"/{service}:{port}/proxy"
         try:
             response = self.connection.send(
-                method, root + path, body=body, headers=headers, read_seconds=seconds
+                method, root + path, body=body, headers=headers, read_seconds=_SERVICE_SECONDS
             )
         except Unavailable as error:
             return 503, error.message.encode()
@@ -198,7 +199,7 @@ class Cluster:
 
     # --- write --------------------------------------------------------------------------------
 
-    def apply(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+    def apply(self, kind: ObjectKind, body: Object, *, dry_run: bool = False) -> Object:
         """Create or change an object by server-side apply; the same body again changes nothing.
 
         An object that exists must belong to the same run, by its label. A dry run changes nothing,
@@ -219,7 +220,7 @@ class Cluster:
         applied = self._ask("PATCH", kind, name, body=body, query=query, content_type=content_type)
         return applied or {}
 
-    def check_owner(self, kind: Kind, body: Object, live: Object) -> None:
+    def check_owner(self, kind: ObjectKind, body: Object, live: Object) -> None:
         """Raise Conflict unless `live` belongs to the run of `body` and will stay."""
         meta = live["metadata"]
         subject = f"{kind.kind} {meta['name']} in namespace {self.namespace}"
@@ -237,7 +238,7 @@ class Cluster:
                 "Wait until it is gone, then run the command again.",
             )
 
-    def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+    def create(self, kind: ObjectKind, body: Object, *, dry_run: bool = False) -> Object:
         """Create an object that must not exist yet; unknown fields are refused.
 
         Raises:
@@ -250,7 +251,7 @@ class Cluster:
 
     def patch(
         self,
-        kind: Kind,
+        kind: ObjectKind,
         name: str,
         body: Mapping[str, Any],
         *,
@@ -283,7 +284,7 @@ class Cluster:
             )
         return answer
 
-    def change(self, kind: Kind, live: Object, make: Callable[[Object], Object | None]) -> Object:
+    def change(self, kind: ObjectKind, live: Object, make: Change) -> Object:
         """Merge what `make` returns for an object into it, unless that is None, and only into the
         version that it was made from. Others write at any time, so it is tried several times.
 
@@ -309,7 +310,7 @@ class Cluster:
 
     def delete(
         self,
-        kind: Kind,
+        kind: ObjectKind,
         name: str,
         *,
         uid: str | None = None,
@@ -327,7 +328,7 @@ class Cluster:
         body: Object = {**options, **({"preconditions": expected} if expected else {})}
         return self._ask("DELETE", kind, name, body=body) is not None
 
-    def find_drift(self, kind: Kind, body: Object) -> tuple[str, ...]:
+    def find_drift(self, kind: ObjectKind, body: Object) -> tuple[str, ...]:
         """Return the paths of the fields that applying `body` would change.
 
         The API server applies it as a dry run, so defaults and fields of others are no drift.
@@ -343,7 +344,7 @@ class Cluster:
     def _ask(
         self,
         method: str,
-        kind: Kind,
+        kind: ObjectKind,
         name: str = "",
         *,
         subresource: str = "",
@@ -381,7 +382,7 @@ class Cluster:
         return raise_live(answer) if answer is not None and "spec" in answer else answer
 
 
-def make_deleted_error(kind: Kind, name: str) -> ClusterError:
+def make_deleted_error(kind: ObjectKind, name: str) -> ClusterError:
     return ClusterError(
         f"{kind.kind} {name} was deleted by somebody else.",
         "Find out who deletes it, then run again.",

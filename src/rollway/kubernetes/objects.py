@@ -60,7 +60,7 @@ _LONGEST_NAME = 253
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ObjectKind:
     """One version of one kind of object. Its path is known, so that no discovery is needed."""
 
     group: str
@@ -86,26 +86,26 @@ class Kind:
         return "".join(parts)
 
 
-DGD = Kind("nvidia.com", "v1beta1", "dynamographdeployments", "DynamoGraphDeployment")
-DGD_ALPHA = Kind("nvidia.com", "v1alpha1", "dynamographdeployments", "DynamoGraphDeployment")
-SCALING_ADAPTER = Kind(
+DGD = ObjectKind("nvidia.com", "v1beta1", "dynamographdeployments", "DynamoGraphDeployment")
+DGD_ALPHA = ObjectKind("nvidia.com", "v1alpha1", "dynamographdeployments", "DynamoGraphDeployment")
+SCALING_ADAPTER = ObjectKind(
     "nvidia.com",
     "v1beta1",
     "dynamographdeploymentscalingadapters",
     "DynamoGraphDeploymentScalingAdapter",
 )
-RAYJOB = Kind("ray.io", "v1", "rayjobs", "RayJob")
-RAYCLUSTER = Kind("ray.io", "v1", "rayclusters", "RayCluster")
-POD = Kind("", "v1", "pods", "Pod")
-SERVICE = Kind("", "v1", "services", "Service")
-CONFIG_MAP = Kind("", "v1", "configmaps", "ConfigMap")
-QUOTA = Kind("", "v1", "resourcequotas", "ResourceQuota")
-EVENT = Kind("", "v1", "events", "Event")
-NAMESPACE = Kind("", "v1", "namespaces", "Namespace", namespaced=False)
-DEPLOYMENT = Kind("apps", "v1", "deployments", "Deployment")
+RAYJOB = ObjectKind("ray.io", "v1", "rayjobs", "RayJob")
+RAYCLUSTER = ObjectKind("ray.io", "v1", "rayclusters", "RayCluster")
+POD = ObjectKind("", "v1", "pods", "Pod")
+SERVICE = ObjectKind("", "v1", "services", "Service")
+CONFIG_MAP = ObjectKind("", "v1", "configmaps", "ConfigMap")
+QUOTA = ObjectKind("", "v1", "resourcequotas", "ResourceQuota")
+EVENT = ObjectKind("", "v1", "events", "Event")
+NAMESPACE = ObjectKind("", "v1", "namespaces", "Namespace", namespaced=False)
+DEPLOYMENT = ObjectKind("apps", "v1", "deployments", "Deployment")
 
 
-def find_kind(body: Mapping[str, Any]) -> Kind:
+def find_kind(body: Mapping[str, Any]) -> ObjectKind:
     """Return the kind of an object of a run."""
     kinds = (DGD, RAYJOB, RAYCLUSTER, DEPLOYMENT, SERVICE)
     return {(kind.api_version, kind.kind): kind for kind in kinds}[body["apiVersion"], body["kind"]]

@@ -40,6 +40,7 @@ from pathlib import Path
 
 from rollway.errors import ClusterError, RunExists, UsageError
 from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.cluster_run import ClusterRun, Order, RunOptions, RunResult
 from rollway.kubernetes.driver import (
     ENDED,
     JOB_ENDED,
@@ -59,7 +60,6 @@ from rollway.kubernetes.manifests import (
 )
 from rollway.kubernetes.objects import RAYCLUSTER, RAYJOB, Object
 from rollway.kubernetes.spec import TRAINING, Infra
-from rollway.kubernetes.steps import ClusterRun, Order, RunOptions, RunResult
 from rollway.kubernetes.teardown import Report
 from rollway.kubernetes.waits import Deadline, describe_state, wait_for
 

@@ -25,8 +25,8 @@ from rollway.kubernetes.objects import (
     RAYCLUSTER,
     RAYJOB,
     SERVICE,
-    Kind,
     Object,
+    ObjectKind,
     find_frontend,
     select_pods,
     select_ray_pods,
@@ -105,7 +105,7 @@ def read_status(cluster: Cluster, run: str, targets: tuple[str, ...] = ()) -> Ru
     return RunStatus(run, cluster.namespace, parts, list(_list_pods(cluster, run, objects)))
 
 
-def _find_clusters(cluster: Cluster, objects: list[tuple[Kind, Object]]) -> list[Object]:
+def _find_clusters(cluster: Cluster, objects: list[tuple[ObjectKind, Object]]) -> list[Object]:
     """Return the clusters that KubeRay made for RayJobs: their names end in a suffix of its own."""
     names = ((body.get("status") or {}).get("rayClusterName") for kind, body in objects
              if kind == RAYJOB)  # fmt: skip
@@ -113,7 +113,7 @@ def _find_clusters(cluster: Cluster, objects: list[tuple[Kind, Object]]) -> list
     return [body for body in bodies if body is not None]
 
 
-def _describe(kind: Kind, body: Object, states: dict[str, gates.GateState]) -> RunPart:
+def _describe(kind: ObjectKind, body: Object, states: dict[str, gates.GateState]) -> RunPart:
     metadata, status = body["metadata"], body.get("status") or {}
     owners = metadata.get("ownerReferences") or []
     part = RunPart(
@@ -177,7 +177,7 @@ def _describe_graph(body: Object, part: RunPart, state: gates.GateState) -> None
 
 
 def _list_pods(
-    cluster: Cluster, run: str, objects: list[tuple[Kind, Object]]
+    cluster: Cluster, run: str, objects: list[tuple[ObjectKind, Object]]
 ) -> Iterator[PodState]:
     graphs = [body["metadata"]["name"] for kind, body in objects if kind == DGD]
     rays = [body["metadata"]["name"] for kind, body in objects if kind == RAYCLUSTER]

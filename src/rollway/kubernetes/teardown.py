@@ -21,8 +21,8 @@ from rollway.kubernetes.objects import (
     RAYJOB,
     RUN_LABEL,
     SERVICE,
-    Kind,
     Object,
+    ObjectKind,
     select_pods,
     select_ray_pods,
     select_run,
@@ -36,14 +36,14 @@ ORDER = (RAYJOB, RAYCLUSTER, DGD, DEPLOYMENT, SERVICE)
 """Training ends first, so that nobody asks for tokens of workers that go."""
 
 
-def list_objects(cluster: Cluster, name: str) -> Iterator[tuple[Kind, Object]]:
+def list_objects(cluster: Cluster, name: str) -> Iterator[tuple[ObjectKind, Object]]:
     """Yield the objects with the label of a run, in the order in which they are deleted."""
     for kind in ORDER:
         for body in list_kind(cluster, kind, select_run(name)):
             yield kind, body
 
 
-def list_kind(cluster: Cluster, kind: Kind, labels: str) -> list[Object]:
+def list_kind(cluster: Cluster, kind: ObjectKind, labels: str) -> list[Object]:
     """List objects of a kind that the server may not have."""
     try:
         return cluster.list(kind, labels=labels)
@@ -53,7 +53,7 @@ def list_kind(cluster: Cluster, kind: Kind, labels: str) -> list[Object]:
 
 def list_targets(
     cluster: Cluster, name: str, *, keep: Collection[str] = (), keys: Collection[str] = ()
-) -> list[tuple[Kind, Object]]:
+) -> list[tuple[ObjectKind, Object]]:
     """Return what `take_down` would delete."""
     return [
         (kind, body)
@@ -116,7 +116,7 @@ def delete_objects(
 
 
 def _wait_until_gone(
-    cluster: Cluster, chosen: list[tuple[Kind, Object]], deadline: Deadline, report: Report
+    cluster: Cluster, chosen: list[tuple[ObjectKind, Object]], deadline: Deadline, report: Report
 ) -> None:
     selectors = []
     for kind in ORDER:

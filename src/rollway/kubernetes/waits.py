@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from rollway.errors import ClusterError
 from rollway.kubernetes.client import Cluster, make_deleted_error, name_finalizers
-from rollway.kubernetes.objects import DEPLOYMENT, Kind, Object, select_run
+from rollway.kubernetes.objects import DEPLOYMENT, Object, ObjectKind, select_run
 from rollway.kubernetes.spec import HealthSpec
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Deadline:
 
 def wait_for(
     cluster: Cluster,
-    kind: Kind,
+    kind: ObjectKind,
     name: str,
     decide: Callable[[Object], T | None],
     *,
@@ -78,7 +78,7 @@ def wait_for(
 
 
 def wait_until_gone(
-    cluster: Cluster, kind: Kind, names: Collection[str], deadline: Deadline, labels: str = ""
+    cluster: Cluster, kind: ObjectKind, names: Collection[str], deadline: Deadline, labels: str = ""
 ) -> None:
     """Wait until none of these objects is left.
 

@@ -33,9 +33,9 @@ from rollway.model_spec import slug
 from rollway.observe import metrics_endpoint
 from rollway.observe.dash.open_run import find_on_ray, find_state
 from rollway.observe.dash.view import RunSource
-from rollway.stack import local, targets
+from rollway.stack import local, prometheus
 from rollway.stack.commands import WILDCARDS
-from rollway.stack.targets import Group
+from rollway.stack.prometheus import Group
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,9 @@ def _read_lists(directory: str) -> list[dict[str, Any]]:
 
 
 def write_config(directory: Path, config: dict[str, Any]) -> Path:
-    return targets.write_file(directory / "prometheus.yml", yaml.safe_dump(config, sort_keys=False))
+    return prometheus.write_file(
+        directory / "prometheus.yml", yaml.safe_dump(config, sort_keys=False)
+    )
 
 
 def write_token(directory: Path, token: str) -> Path:
@@ -126,7 +128,7 @@ class Exporter:
                 shown = socket.gethostname() if host in WILDCARDS else host
                 shown = f"[{shown}]" if ":" in shown else shown
                 url = f"http://{shown}:{server.server_address[1]}"
-                targets.write_groups(self._page, [targets.make_group(url, stack=self._stack)])
+                prometheus.write_groups(self._page, [prometheus.make_group(url, stack=self._stack)])
                 yield f"{url}/metrics"
             finally:
                 await asyncio.to_thread(metrics_endpoint.close, server)
@@ -166,7 +168,7 @@ class Exporter:
             return
         if groups != self._groups:
             self._groups = groups
-            await asyncio.to_thread(targets.write_groups, self._targets, groups)
+            await asyncio.to_thread(prometheus.write_groups, self._targets, groups)
 
 
 # --- who is there --------------------------------------------------------------------------------
@@ -202,18 +204,18 @@ async def open_listing(name: str) -> AsyncIterator[ListGroups]:
             state = await asyncio.to_thread(find, name)
             if state is None or not state.is_supervised:
                 raise local.make_not_running_error(name)
-            return targets.list_groups(state)
+            return prometheus.list_groups(state)
 
         yield _ask_seldom(list_started) if is_far else list_started
 
 
 def _list_attached_groups(stack: str, frontend: str, workers: Iterable[Worker]) -> list[Group]:
     """Return the frontend and the workers of a stack that Rollway did not start."""
-    groups = [targets.make_group(frontend, stack=stack, process="frontend")]
+    groups = [prometheus.make_group(frontend, stack=stack, process="frontend")]
     for worker in workers:
         if worker.admin_url:
             labels = {"worker": str(worker.instance_id), "role": worker.role}
-            groups.append(targets.make_group(worker.admin_url, stack=stack, **labels))
+            groups.append(prometheus.make_group(worker.admin_url, stack=stack, **labels))
     return groups
 
 

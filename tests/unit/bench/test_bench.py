@@ -9,7 +9,7 @@ import pytest
 from benchmarks.curator import make_report
 from benchmarks.k8s import name_request
 from benchmarks.observe import compare
-from benchmarks.prime_rl import Load, summarize
+from benchmarks.prime_rl import EpisodeLoad, summarize
 from benchmarks.ray import bench_planning
 from rollway.cli import main
 from rollway.kubernetes.objects import DGD, POD, SERVICE
@@ -31,7 +31,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 def test_the_warm_up_does_not_count() -> None:
     rates = {("64", n): {"rollway": 90.0, "dynamo": 100.0} for n in range(1, 4)}
     rates["64", 0] = {"rollway": 1.0, "dynamo": 100.0}
-    assert summarize(Load("64", 8, 4, rounds=3), rates)["ratio"] == pytest.approx(0.9)
+    assert summarize(EpisodeLoad("64", 8, 4, rounds=3), rates)["ratio"] == pytest.approx(0.9)
 
 
 def test_a_large_stack_is_placed_whole_on_ray() -> None:

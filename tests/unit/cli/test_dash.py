@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollway.cli import main
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from tests.observe.make_run import write_old_run, write_run
 
 STORES = {
@@ -83,7 +83,7 @@ def test_what_cannot_be_shown_is_refused_with_the_fix(
     monkeypatch.chdir(run_dir.parent)
     Path("text").write_text("a text " * 100)
     for name, statements in STORES.items():
-        Store(Path(name)).close()
+        SessionStore(Path(name)).close()
         with closing(sqlite3.connect(name)) as db:
             db.executescript(statements)
     given = [argument.replace("RUN", str(run_dir)) for argument in arguments]

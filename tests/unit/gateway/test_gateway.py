@@ -11,7 +11,7 @@ import pytest
 from rollway.errors import RolloutError, UsageError
 from rollway.gateway.messages import chain, find_sent_prefix, link, remove_bundle
 from rollway.gateway.replies import StreamedMessage, convert_chunk
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.template import TurnCounts, _end_of_turn
 from rollway.gateway.turns import PendingTurn, Session, Turn
 from rollway.rollout.completion import Completion
@@ -105,7 +105,7 @@ async def test_every_turn_keeps_the_experts_that_it_adds(tmp_path: Path) -> None
         rows = [[[position], [position + 1]] for position in range(start, end)]
         return RoutedExperts(np.array(rows, dtype=np.uint8), start).as_json()
 
-    store = Store(tmp_path / "gateway.sqlite")
+    store = SessionStore(tmp_path / "gateway.sqlite")
     session = await store.open("s")
     await store.record(
         session, [make_turn("s", "a", [1, 2], [3, 4], id="1", routed_experts=encode_experts(0, 3))]
@@ -117,7 +117,7 @@ async def test_every_turn_keeps_the_experts_that_it_adds(tmp_path: Path) -> None
         session, [make_turn("s", "c", [5], [7, 8], parent="1", routed_experts=encode_experts(3, 6))]
     )
     store.close()
-    again = Store(tmp_path / "gateway.sqlite")
+    again = SessionStore(tmp_path / "gateway.sqlite")
     session = await again.open("s")
     again.close()
     for sequence in session.trajectories():
@@ -131,10 +131,10 @@ async def test_every_turn_keeps_the_experts_that_it_adds(tmp_path: Path) -> None
 def test_the_error_names_an_unusable_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used"):
-        Store(tmp_path / "file" / "gateway.sqlite")
-    store = Store(tmp_path / "gateway.sqlite")
+        SessionStore(tmp_path / "file" / "gateway.sqlite")
+    store = SessionStore(tmp_path / "gateway.sqlite")
     with pytest.raises(UsageError, match="Another gateway uses"):
-        Store(tmp_path / "gateway.sqlite")
+        SessionStore(tmp_path / "gateway.sqlite")
     store.close()
 
 

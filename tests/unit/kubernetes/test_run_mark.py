@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from rollway.errors import ClusterError, Conflict, RunExists, RunTaken
 from rollway.kubernetes import gates
 from rollway.kubernetes.client import Cluster
+from rollway.kubernetes.cluster_run import ClusterRun, RunOptions
 from rollway.kubernetes.manifests import Manifests, render_all
 from rollway.kubernetes.objects import CONFIG_MAP, DGD, RAYCLUSTER, RAYJOB, RUN_LABEL
 from rollway.kubernetes.run import start_run
 from rollway.kubernetes.run_mark import RunMark, take_mark
-from rollway.kubernetes.steps import ClusterRun, RunOptions
 from rollway.kubernetes.teardown import delete_objects, take_down
 from rollway.kubernetes.waits import Deadline, wait_for
 from tests.unit.kubernetes.objects import CLUSTER, make_infra

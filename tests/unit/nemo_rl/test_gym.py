@@ -19,6 +19,7 @@ from rollway.gateway.messages import check_contiguous
 from rollway.gateway.replies import add_bundle
 from rollway.gateway.template import Template
 from rollway.gateway.tokens import Access
+from rollway.gateway.upstream import ChatReply, ChatRequest
 from rollway.integrations.nemo_rl.connection import Address
 from rollway.integrations.nemo_rl.gym import (
     GymGateway,
@@ -33,6 +34,7 @@ from rollway.integrations.nemo_rl.gym import (
 )
 from rollway.rollout.completion import Completion
 from rollway.rollout.experts import RoutedExperts
+from rollway.versions import Ticket
 from tests.awkward_tokenizer import REASONING, build, make
 from tests.security.gateway_service import USER, Service, read_error, serve_gateway
 
@@ -238,7 +240,8 @@ def test_experts_come_as_one_string_with_a_row_for_every_token() -> None:
         routed_experts=RoutedExperts(ids).as_json(),
     )  # fmt: skip
     message: dict[str, Any] = {}
-    add_bundle(message, [1, 2], completion, expert_strings=True)
+    request = ChatRequest({}, prompt_ids=[1, 2], max_tokens=3, session="")
+    add_bundle(message, ChatReply(request, {}, completion, Ticket(None, None, None, 0)), True)
     head, _, data = message["routed_experts"].rpartition(":")
     assert head == "nrlre1:int8:5x2x2"
     rows = np.frombuffer(base64.b64decode(data), dtype=np.int8).reshape(5, 2, 2)

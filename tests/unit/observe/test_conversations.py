@@ -16,7 +16,7 @@ import pytest
 
 from rollway.errors import RollwayError
 from rollway.gateway import store as store_module
-from rollway.gateway.store import Store, StoreDamaged
+from rollway.gateway.store import SessionStore, StoreDamaged
 from rollway.gateway.turns import Turn
 from rollway.observe.dash import conversations
 from rollway.observe.dash.conversations import Conversations
@@ -32,8 +32,8 @@ def make_turn(session: str, number: int, **fields: Any) -> Turn:
     return Turn(session=session, **usual | fields)
 
 
-async def write(path: Path, *turns: Turn) -> Store:
-    store = Store(path)
+async def write(path: Path, *turns: Turn) -> SessionStore:
+    store = SessionStore(path)
     for turn in turns:
         assert await store.record(await store.open(turn.session), [turn])
     return store
@@ -98,7 +98,7 @@ def check_refused(path: Path, cause: str) -> None:
             read()
         texts.add(str(caught.value))
     with pytest.raises(RollwayError, match=cause) as caught:
-        Store(path)
+        SessionStore(path)
     assert texts == {str(caught.value)} and "ass another file to --journal" in caught.value.hint
     assert (path.read_bytes() if path.is_file() else b"") == before
 
@@ -156,7 +156,7 @@ async def test_a_store_of_another_user_is_refused_with_the_fix(tmp_path: Path) -
 
 def test_a_gateway_that_has_recorded_nothing_has_no_sessions(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    Store(tmp_path / "new").close()
+    SessionStore(tmp_path / "new").close()
     for name in ("missing", "empty", "new"):
         assert Conversations(tmp_path / name).list_sessions() == {"sessions": [], "left_out": 0}
 
@@ -262,7 +262,7 @@ async def test_a_file_whose_pages_repeat_does_not_hang_the_reader(
     content[28:32] = (len(content) // 1024).to_bytes(4, "big")
     path.write_bytes(content)
     with pytest.raises(StoreDamaged):
-        Store(path)
+        SessionStore(path)
     with pytest.raises(RollwayError, match="cannot be read: interrupted"):
         Conversations(path).list_sessions()
 

@@ -16,8 +16,8 @@ from rollway.observe.exporter import Exporter, make_config, write_token
 from rollway.observe.metrics_endpoint import KEPT_VERSIONS, keep_newest_versions
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
+from rollway.stack.prometheus import Group, list_groups, write_groups
 from rollway.stack.state import ProcessState, StackState
-from rollway.stack.targets import Group, list_groups, write_groups
 from tests.conftest import Cli
 from tests.observe.deployed import (
     list_expressions,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rollway.gateway.command import record_counts
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.observe.read import Run
 from rollway.observe.record import Recorder
 from tests.waiting import wait_until_async
@@ -22,7 +22,7 @@ async def test_counts_are_recorded_when_they_change(tmp_path: Path) -> None:
     def read(kind: str) -> list[dict[str, Any]]:
         return [entry for entry in Run(tmp_path).read() if entry["kind"] == kind]
 
-    async with record_counts(cast(Store, counts), run, seconds=0.01):
+    async with record_counts(cast(SessionStore, counts), run, seconds=0.01):
         await wait_until_async(lambda: len(read("gateway")) == 1)
         counts.sessions["a"], counts.turns = None, 2
         counts.forks["edited"] += 1
@@ -34,5 +34,5 @@ async def test_counts_are_recorded_when_they_change(tmp_path: Path) -> None:
 
 
 async def test_a_stack_that_is_not_recorded_has_no_counts(tmp_path: Path) -> None:
-    async with record_counts(Store(None), None):
+    async with record_counts(SessionStore(None), None):
         pass

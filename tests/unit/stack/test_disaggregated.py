@@ -11,7 +11,7 @@ import pytest
 from rollway.errors import PortInUse, SpecError, StartError
 from rollway.model_spec import find_role, name_component
 from rollway.spec import load_spec
-from rollway.stack import doctor, preset
+from rollway.stack import machine_check, preset
 from rollway.stack import plan as stack_plan
 from rollway.stack.locks import Lease
 from rollway.stack.plan import ProcessPlan, StackPlan, plan_stack
@@ -189,8 +189,8 @@ def test_the_doctor_says_whether_nixl_is_there(
     has_nixl: bool, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preset, "has_nixl", lambda: has_nixl)
-    monkeypatch.setattr(doctor, "find_installed_version", lambda _: "1.0")
-    (finding,) = [f for f in doctor.check_packages() if f.what == "nixl"]
+    monkeypatch.setattr(machine_check, "find_installed_version", lambda _: "1.0")
+    (finding,) = [f for f in machine_check.check_packages() if f.what == "nixl"]
     assert finding.level == level
 
 

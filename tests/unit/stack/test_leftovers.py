@@ -13,7 +13,7 @@ import pytest
 
 from rollway import processes
 from rollway.processes import ProcessId
-from rollway.stack import doctor
+from rollway.stack import machine_check
 from rollway.stack.state import make_run_dir_name
 from rollway.weights import adapter, leftovers
 from tests.waiting import wait_until
@@ -27,9 +27,9 @@ def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Places of this test alone; others use the real ones at the same time."""
     shm = tmp_path / "shm"
     shm.mkdir()
-    monkeypatch.setattr(doctor, "SHM", shm)
+    monkeypatch.setattr(machine_check, "SHM", shm)
     monkeypatch.setattr(adapter, "HOME", shm)
-    monkeypatch.setattr(doctor, "list_bases", lambda: {tmp_path})
+    monkeypatch.setattr(machine_check, "list_bases", lambda: {tmp_path})
     find_runs = processes.find_runs
     monkeypatch.setattr(
         processes, "find_runs", lambda: {r: m for r, m in find_runs().items() if r == RUN}
@@ -60,14 +60,14 @@ def dead_mark() -> str:
 
 
 def list_checks() -> list[str]:
-    return [finding.what for finding in doctor.check_leftovers()]
+    return [finding.what for finding in machine_check.check_leftovers()]
 
 
 def test_processes_without_a_supervisor_are_found_with_their_pids() -> None:
-    assert doctor.find_orphans() == {}
+    assert machine_check.find_orphans() == {}
     with run_member() as process:
-        assert doctor.find_orphans() == {RUN: [ProcessId.of(process.pid)]}
-        (finding,) = doctor.check_leftovers()
+        assert machine_check.find_orphans() == {RUN: [ProcessId.of(process.pid)]}
+        (finding,) = machine_check.check_leftovers()
         assert finding.what == "processes" and finding.fix == f"End them: kill {process.pid}"
     assert list_checks() == []
 
@@ -85,11 +85,11 @@ def test_a_supervised_run_of_another_home_is_no_orphan() -> None:
     supervisor = subprocess.Popen([sys.executable, "-c", code])
     try:
         wait_until(lambda: len(processes.find_runs().get(RUN, ())) == 2)
-        assert doctor.find_orphans() == {}
+        assert machine_check.find_orphans() == {}
     finally:
         supervisor.kill()
         supervisor.wait()
-        orphans = doctor.find_orphans()[RUN]
+        orphans = machine_check.find_orphans()[RUN]
         for orphan in orphans:
             os.kill(orphan.pid, 9)
     assert len(orphans) == 2
@@ -101,9 +101,11 @@ def test_an_old_directory_of_a_run_without_processes_is_found(own_machine: Path)
     directory.mkdir()
     assert list_checks() == []  # its run may be starting
     os.utime(directory, (0, 0))
-    assert doctor.list_dead_run_dirs() == [directory] and list_checks() == ["run directories"]
+    assert machine_check.list_dead_run_dirs() == [directory] and list_checks() == [
+        "run directories"
+    ]
     with run_member():
-        assert doctor.list_dead_run_dirs() == []
+        assert machine_check.list_dead_run_dirs() == []
     directory.rmdir()
     (own_machine / f"rollway-{os.getuid()}-not-ours").mkdir()
     directory.symlink_to(own_machine)
@@ -125,9 +127,9 @@ def test_weights_and_adapters_of_dead_writers_are_found(own_machine: Path, dead_
     home = shm / "rollway-adapters-2"
     home.mkdir()
     (home / f"{dead_mark}.owner").touch()
-    assert doctor.list_shared_memory() == sorted([*dead, home])
-    assert doctor.count_bytes([*dead, home]) == 150
-    (finding,) = doctor.check_leftovers()
+    assert machine_check.list_shared_memory() == sorted([*dead, home])
+    assert machine_check.count_bytes([*dead, home]) == 150
+    (finding,) = machine_check.check_leftovers()
     assert finding.what == "shared memory" and str(dead[0]) in finding.fix
 
 
@@ -136,5 +138,5 @@ def test_the_command_that_removes_them_names_each_of_many(own_machine: Path) -> 
     for directory in directories:
         directory.mkdir()
         os.utime(directory, (0, 0))
-    (finding,) = doctor.check_leftovers()
+    (finding,) = machine_check.check_leftovers()
     assert finding.fix == f"Remove: rm -r {' '.join(map(str, directories))}"

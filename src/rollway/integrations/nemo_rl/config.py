@@ -231,7 +231,8 @@ class GenerationConfig(SpecPart):
 
     @property
     def engine_world_size(self) -> int:
-        """The ranks of one engine, as NeMo-RL counts GPUs."""
+        """The ranks of one engine. NeMo-RL's `setup` reads it from the config in place of its own
+        class's, to count GPUs."""
         return self._read_size("tensor") * self._read_size("pipeline")
 
 

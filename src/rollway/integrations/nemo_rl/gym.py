@@ -37,7 +37,7 @@ from rollway.fleet.discovery import RlListing, Source
 from rollway.gateway.command import create_gateway, listen, tune_collector
 from rollway.gateway.connections import raise_connection_limit
 from rollway.gateway.server import Gateway
-from rollway.gateway.store import Store
+from rollway.gateway.store import SessionStore
 from rollway.gateway.template import Template
 from rollway.gateway.tokens import Access
 from rollway.integrations.nemo_rl.config import returns_experts
@@ -286,7 +286,7 @@ async def _serve(job: Job, parent: Parent) -> None:
         gateway = await create_gateway(
             stack,
             template,
-            Store(None),  # Gym keeps the tokens itself
+            SessionStore(None),  # Gym keeps the tokens itself
             job.address.model,
             kind=GymGateway,
             seconds=job.seconds,

@@ -23,7 +23,7 @@ from rollway.gateway.command import (
     open_gateway,
     serve_until_signal,
 )
-from rollway.gateway.connections import Connections
+from rollway.gateway.connections import ServerConnections
 from rollway.gateway.server import Gateway
 from rollway.gateway.tokens import Access
 from rollway.http import Http
@@ -127,7 +127,7 @@ def require_token(access: Access) -> Access:
         return access
     token = os.environ.get(API_KEY, "").encode(errors="surrogateescape")
     if token in (b"", b"EMPTY", *access.agents):
-        token = read_token()
+        token = ensure_token()
         print(f"Admin calls need a token. For prime-rl: {make_export()}", file=sys.stderr)
     if b"/" in token:
         raise UsageError(
@@ -146,7 +146,7 @@ def make_export() -> str:
     return f'export {API_KEY}="$(cat {find_token_file()})"'
 
 
-def read_token() -> bytes:
+def ensure_token() -> bytes:
     """Return the token of this user's servers; the first one makes it."""
     file = find_token_file()
     try:
@@ -169,7 +169,7 @@ def split_planes(gateway: Gateway) -> tuple[Gateway, Gateway]:
     assert isinstance(gateway.extension, PrimeRl)
     rollouts = replace(gateway, extension=replace(gateway.extension, plane="rollouts"))
     admin = replace(gateway.extension, plane="admin")
-    return rollouts, replace(gateway, extension=admin, connections=Connections())
+    return rollouts, replace(gateway, extension=admin, connections=ServerConnections())
 
 
 def count_model_bytes(path: str | None) -> int:

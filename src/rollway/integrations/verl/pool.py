@@ -37,7 +37,7 @@ from rollway.integrations.verl.spec import (
 )
 from rollway.integrations.verl.weights import PoolInfo, PoolWeights, UpdateReply, Versions
 from rollway.spec import StackSpec
-from rollway.stack.targets import list_groups, write_groups
+from rollway.stack.prometheus import list_groups, write_groups
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports.choose import Destination
 

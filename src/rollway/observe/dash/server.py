@@ -31,7 +31,7 @@ from aiohttp import web
 
 from rollway.callers import check_address
 from rollway.errors import RollwayError
-from rollway.gateway.connections import Connections
+from rollway.gateway.connections import ServerConnections
 from rollway.observe.dash.browsers import TOKEN_FIX, DashAccess, make_app, refuse
 from rollway.observe.dash.conversations import Conversations
 from rollway.observe.dash.view import PastEntries, RunSource, View, Watch
@@ -351,7 +351,7 @@ async def serve(
 ) -> AsyncIterator[str]:
     """Listen, and yield the address to open, with the token if there is one."""
     check_address(host, bool(access.token), TOKEN_FIX)
-    app, connections = dashboard.app(), Connections()
+    app, connections = dashboard.app(), ServerConnections()
     app.middlewares.insert(0, connections.follow)
     listener = await connections.listen(app, host, port)
     try:

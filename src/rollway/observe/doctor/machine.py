@@ -20,9 +20,9 @@ from rollway.observe.doctor.subject import Findings, ModelWorkers, Subject
 from rollway.observe.metrics import parse_labels_key
 from rollway.observe.read import Run
 from rollway.observe.record import Entry
-from rollway.stack import doctor, logs, preset
+from rollway.stack import logs, machine_check, preset
 from rollway.stack.commands import WILDCARDS
-from rollway.stack.doctor import ListeningSocket, list_listeners
+from rollway.stack.machine_check import ListeningSocket, list_listeners
 from rollway.stack.state import StackState, find_record_dir, home, is_at
 
 _PROC = Path("/proc")
@@ -252,7 +252,7 @@ def check_shared_memory(subject: Subject, state: StackState) -> Findings:
     pids = [process.pid for process in state.processes if process.role == "worker"]
     # Workers in containers have a /dev/shm of their own; whose cannot be seen counts as this one.
     roots = [root for pid in pids if os.access((root := _PROC / str(pid) / "root") / "dev/shm", 0)]
-    problems = [doctor.check_shared_memory(root) for root in roots or [Path("/")]]
+    problems = [machine_check.check_shared_memory(root) for root in roots or [Path("/")]]
     worst = next((problem for problem in problems if problem.level != "ok"), problems[0])
     return _pass_on([worst], worst.cause)
 
@@ -260,12 +260,12 @@ def check_shared_memory(subject: Subject, state: StackState) -> Findings:
 def check_leftovers(subject: Subject, state: StackState) -> Findings:
     """No stack of this user was left behind by a dead supervisor, nor anything else of a dead
     run."""
-    return _pass_on([*doctor.check_stacks(), *doctor.check_leftovers()], "none")
+    return _pass_on([*machine_check.check_stacks(), *machine_check.check_leftovers()], "none")
 
 
 def check_packages(subject: Subject, state: StackState) -> Findings:
     """The installed versions are those that were tested together."""
-    problems = [replace(p, cause=f"{p.what} {p.cause}") for p in doctor.check_packages()]
+    problems = [replace(p, cause=f"{p.what} {p.cause}") for p in machine_check.check_packages()]
     return _pass_on(problems, "the tested versions")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from rollway.errors import RollwayError, StartError
 from rollway.spec import StackSpec
 from rollway.stack.ray import cluster
-from rollway.stack.ray.parts import SERVICES, Part, Parts
+from rollway.stack.ray.parts import SERVICES, Parts, StackPart
 from rollway.stack.ray.placement import ReplicaPlace, place_again
 from rollway.stack.state import WAITS_FOR_REPLICA, StackState
 
@@ -55,10 +55,10 @@ class Healing:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    def watch(self, part: Part) -> None:
+    def watch(self, part: StackPart) -> None:
         self._watches.create_task(self._watch_part(part))
 
-    async def _watch_part(self, part: Part) -> None:
+    async def _watch_part(self, part: StackPart) -> None:
         """Wait until a part ends without being stopped; then heal the stack."""
         import ray
 
@@ -77,7 +77,7 @@ class Healing:
             if part.number in self.parts.parts:
                 await self._heal(part, cause)
 
-    async def _heal(self, part: Part, cause: str) -> None:
+    async def _heal(self, part: StackPart, cause: str) -> None:
         """Start a lost part again on its node; if that cannot be, place its replicas again."""
         import ray
 
@@ -173,7 +173,7 @@ class Healing:
             await asyncio.sleep(_RANK_SECONDS)
             if not any(part.shares_replica for part in self.parts.parts.values()):
                 continue
-            ranks: dict[tuple[str, int | None], list[tuple[Part, Any]]] = {}
+            ranks: dict[tuple[str, int | None], list[tuple[StackPart, Any]]] = {}
             for part, state in await self.read_states():
                 for process in state.processes:
                     if process.nodes > 1:
@@ -191,7 +191,7 @@ class Healing:
                 ]
                 await asyncio.gather(*calls, return_exceptions=True)
 
-    async def read_states(self) -> list[tuple[Part, StackState]]:
+    async def read_states(self) -> list[tuple[StackPart, StackState]]:
         """Return the states of all parts that answer."""
         answers = await self.parts.ask_keepers("read_states")
         by_name = {part.name: part for part in self.parts.parts.values()}

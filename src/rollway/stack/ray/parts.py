@@ -32,7 +32,7 @@ SERVICES = 0
 
 
 @dataclass(slots=True)
-class Part:
+class StackPart:
     """One stack of one node."""
 
     number: int
@@ -54,7 +54,7 @@ class Parts:
         self.groups = Groups(spec, run_id)
         self.keepers: dict[str, Any] = {}
         """The Keeper of each node that has one, or is about to have one."""
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, StackPart] = {}
         self.addresses: dict[str, str] = {}
         self._head = head
         self._has_gpus: dict[str, bool] = {}
@@ -81,9 +81,9 @@ class Parts:
             for task in starts:
                 task.cancel()
 
-    async def add(self, replicas: Sequence[ReplicaPlace]) -> list[Part]:
+    async def add(self, replicas: Sequence[ReplicaPlace]) -> list[StackPart]:
         """Start parts for replicas that were placed again; return them, or leave nothing."""
-        parts: list[Part] = []
+        parts: list[StackPart] = []
         try:
             parts = await self._prepare(replicas)
             # All starts must have ended before any is stopped.
@@ -98,7 +98,7 @@ class Parts:
 
     async def _prepare(
         self, replicas: Sequence[ReplicaPlace], services: str | None = None
-    ) -> list[Part]:
+    ) -> list[StackPart]:
         """Have Keepers on all nodes, and Ray hold the resources; return the parts to start."""
         self.note_nodes(cluster.read_nodes())
         nodes = {rank.node for place in replicas for rank in place.ranks}
@@ -116,7 +116,7 @@ class Parts:
             groups.cancel()
         return self.divide(replicas, services)
 
-    async def remove(self, parts: Sequence[Part], replicas: Sequence[ReplicaPlace]) -> None:
+    async def remove(self, parts: Sequence[StackPart], replicas: Sequence[ReplicaPlace]) -> None:
         """Stop parts, then free the groups of these replicas."""
         for part in parts:
             self.parts.pop(part.number, None)
@@ -126,12 +126,12 @@ class Parts:
                 await asyncio.gather(*calls, return_exceptions=True)  # the node may be lost
         await self.groups.remove(replicas)
 
-    def renew(self, part: Part) -> Part:
+    def renew(self, part: StackPart) -> StackPart:
         """Return a new part with the same workers on the same node, in place of a dead one."""
         del self.parts[part.number]
         return self._make_part(part.node, list(part.workers))
 
-    async def _learn_join(self, first: Part, start: asyncio.Future[None]) -> None:
+    async def _learn_join(self, first: StackPart, start: asyncio.Future[None]) -> None:
         """Wait until the other parts can join; raise the error of the first part's start."""
         keeper = self.keepers[first.node]
         join = asyncio.ensure_future(keeper.wait_until_joinable.remote(first.name))
@@ -203,7 +203,9 @@ class Parts:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def divide(self, replicas: Sequence[ReplicaPlace], services: str | None = None) -> list[Part]:
+    def divide(
+        self, replicas: Sequence[ReplicaPlace], services: str | None = None
+    ) -> list[StackPart]:
         """Make the parts of these replicas; that of the services is the first."""
         whole: dict[str, list[tuple[ReplicaPlace, RankPlace]]] = {}
         if services is not None:
@@ -217,11 +219,11 @@ class Parts:
                 parts += [self._make_part(rank.node, [(place, rank)]) for rank in place.ranks]
         return parts
 
-    def _make_part(self, node: str, workers: list[tuple[ReplicaPlace, RankPlace]]) -> Part:
+    def _make_part(self, node: str, workers: list[tuple[ReplicaPlace, RankPlace]]) -> StackPart:
         number = self._next_part
         self._next_part += 1
         name = make_ray_part_name(self.spec.name, self.run_id, number)
-        part = self.parts[number] = Part(number, name, node, workers)
+        part = self.parts[number] = StackPart(number, name, node, workers)
         return part
 
     def get_services_fields(self, placement: Placement) -> dict[str, Any]:
@@ -230,7 +232,7 @@ class Parts:
         return {} if len(placement.nodes) == 1 else {"discovery": "etcd"}
 
     async def launch(
-        self, part: Part, fields: Mapping[str, Any] | None = None, after: Sequence[str] = ()
+        self, part: StackPart, fields: Mapping[str, Any] | None = None, after: Sequence[str] = ()
     ) -> None:
         """Start a part, which joins the first unless it has other `fields`, once the stacks `after`
         are gone from its node."""
@@ -255,7 +257,7 @@ class Parts:
 
     def make_spec(
         self,
-        part: Part,
+        part: StackPart,
         fields: Mapping[str, Any],
         rendezvous: Mapping[ReplicaPlace, Mapping[str, Any]],
     ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The steps that all orders of a run share: apply objects, wait for them, own them, undo them."""
+"""A run on a cluster, as all its orders share it: apply objects, await, own and undo them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rollway.kubernetes.objects import (
     RAYCLUSTER,
     RAYJOB,
     RUN_LABEL,
-    Kind,
     Object,
+    ObjectKind,
     add_owner,
     find_kind,
     make_reference,
@@ -175,7 +175,7 @@ class ClusterRun:
 
     # --- objects ---------------------------------------------------------------------------------
 
-    def create_or_take_up(self, kind: Kind, body: Object) -> tuple[Object, bool]:
+    def create_or_take_up(self, kind: ObjectKind, body: Object) -> tuple[Object, bool]:
         """Create the object that stands for the run; return it, and whether it was there.
 
         One that a killed CLI left is taken up. One that is going away is waited for.
@@ -194,11 +194,11 @@ class ClusterRun:
                 return live, existed
             self._wait_until_gone(kind, name, deadline)
 
-    def _wait_until_gone(self, kind: Kind, name: str, deadline: Deadline) -> None:
+    def _wait_until_gone(self, kind: ObjectKind, name: str, deadline: Deadline) -> None:
         self.report(f"wait for the {kind.kind} {name} of before, which is going away")
         wait_until_gone(self.cluster, kind, [name], deadline)
 
-    def check_is_ours(self, kind: Kind, live: Object) -> None:
+    def check_is_ours(self, kind: ObjectKind, live: Object) -> None:
         labels = live["metadata"].get("labels") or {}
         if labels.get(RUN_LABEL) != self.name:
             raise RunExists(
@@ -223,7 +223,7 @@ class ClusterRun:
         self.report(f"applied {kind.kind} {name}")
         return applied
 
-    def check_drift(self, kind: Kind, body: Object) -> None:
+    def check_drift(self, kind: ObjectKind, body: Object) -> None:
         """Raise RunExists if an object that is taken up is not the one that is asked for."""
         if drift := self.cluster.find_drift(kind, body):
             name = body["metadata"]["name"]
@@ -358,7 +358,7 @@ def do_at_once(function: Callable[[Item], Value], items: Sequence[Item]) -> list
 
 
 def move_owner(
-    cluster: Cluster, kind: Kind, body: Object, new: Object, old: Iterable[str] = ()
+    cluster: Cluster, kind: ObjectKind, body: Object, new: Object, old: Iterable[str] = ()
 ) -> None:
     """Make `new` own a live object instead of the owners with the UIDs `old`, in one patch; who
     changes them at the same time is not overwritten."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rollway.stack.prometheus import list_groups, write_groups
 from rollway.stack.state import ProcessState, StackState
-from rollway.stack.targets import list_groups, write_groups
 
 
 def test_the_frontend_and_every_worker_are_targets(tmp_path: Path) -> None:
