@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks import round_floats
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import MegatronModel, describe
 from rollway.weights.megatron.names import NameMap
+from rollway.weights.megatron.pieces import MegatronModel
 from rollway.weights.planning.plan import Receiver, plan
-from rollway.weights.planning.scenario import hf_headers
+from rollway.weights.planning.scenario import describe, hf_headers
 from rollway.weights.planning.sources import megatron_sources
 from rollway.weights.planning.targets import engine_ranks, engine_targets
 

@@ -27,12 +27,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from rollway.errors import RollwayError
-from rollway.weights import sidecar, untrusted
+from rollway.weights import untrusted
 from rollway.weights.adapter import Adapter, attach_adapter, check_config, detach_adapter
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import describe
-from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.planning.scenario import read_model
 from rollway.weights.transports import collective_rendezvous as rendezvous
@@ -53,7 +50,6 @@ from rollway.weights.transports.shm_shards import group_by_tensor
 from tests.checkpoints import write_checkpoint
 from tests.security.limits import limit_memory
 from tests.soak import examples
-from tests.unit.weights.megatron_models import headers, hf_shapes
 
 CASES = examples(400)
 DELTAS, DELTA_KEY = Store(Path()), f"manifests/{1:015d}.json"
@@ -186,15 +182,6 @@ def read_source_memory(raw: bytes) -> None:
         source.for_planner()
 
 
-def _sidecar() -> bytes:
-    geometry = ModelGeometry(
-        layers=1, hidden=4, heads=4, query_groups=2, head_dim=2, vocab=7, moe_ffn=4, experts=2
-    )
-    names = NameMap("qwen3_moe", geometry)
-    model = describe(headers(hf_shapes(geometry)), names, Topology(tp=1, pp=1))
-    return sidecar.dump(model, len(model.ranks)).encode()
-
-
 def _stable() -> bytes:
     with tempfile.TemporaryDirectory() as directory:
         path = publish_checkpoint(Path(directory) / "v1", lambda where: write_checkpoint(where))
@@ -248,7 +235,6 @@ FORMATS = {
     "model config": Format(in_file("x.json", lambda p: read_model(p / "x.json")),
                            json.dumps(HF_CONFIG).encode()),
     "STABLE": Format(in_file(STABLE, check_checkpoint), _stable()),
-    "sidecar": Format(sidecar.load, _sidecar()),
     "adapter config": Format(read_adapter, json.dumps(CONFIG).encode()),
     "adapter of an offer": Format(
         read_offered_adapter,

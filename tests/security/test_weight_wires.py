@@ -15,7 +15,8 @@ import msgspec
 import pytest
 import torch
 
-from rollway.errors import RollwayError, WeightsError
+from rollway.errors import RollwayError, UsageError, WeightsError
+from rollway.weights.layout import Box, check_covered
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.transports import collective_rendezvous as rendezvous
 from rollway.weights.transports.delta import (
@@ -153,6 +154,17 @@ def test_boxes_that_all_name_the_same_bytes_make_no_huge_tensor() -> None:
     entry = Entry("shard", "F32", (64,), 0, 256, DIGEST, tuple(boxes))
     with pytest.raises(WeightsError, match="all ranks published 256"):
         group_by_tensor([Manifest(1, 256, [entry])])
+
+
+@pytest.mark.timeout(60)
+def test_a_matrix_of_many_columns_is_checked_quickly() -> None:
+    """Every column was compared with every other: 20,000 took minutes."""
+    columns = [Box((0, n), (2, n + 1)) for n in range(20_000)]
+    check_covered("w", (2, 20_000), columns)
+    with pytest.raises(UsageError, match="claimed twice"):
+        check_covered("w", (2, 20_000), [*columns, Box((1, 7), (2, 9))])
+    with pytest.raises(UsageError, match="not whole"):
+        check_covered("w", (2, 20_000), columns[1:])
 
 
 @pytest.mark.parametrize("ranks", [None, [], 7, [{}], [{"slot": "../x"}], [[]]])

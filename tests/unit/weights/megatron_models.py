@@ -6,22 +6,7 @@ import torch
 
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Shape
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import MegatronModel, describe
-from rollway.weights.megatron.names import NameMap
-
-SMALL_MOE = ModelGeometry(
-    layers=2, hidden=4, heads=4, query_groups=2, head_dim=2, vocab=7, padded_vocab=8,
-    moe_ffn=4, experts=4,
-)  # fmt: skip
-QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
-
-
-def describe_small_moe() -> MegatronModel:
-    """Describe a small mixture of experts, held by eight ranks."""
-    return describe(
-        headers(hf_shapes(SMALL_MOE)), NameMap("qwen3_moe", SMALL_MOE), Topology(tp=2, ep=2, pp=2)
-    )
+from rollway.weights.megatron.geometry import ModelGeometry
 
 
 def hf_shapes(

@@ -23,9 +23,9 @@ from rollway.errors import UsageError, WeightsError
 from rollway.signed_calls import SECRET
 from rollway.weights.layout import Slices
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import Experts, describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Offer
+from rollway.weights.planning.scenario import Experts, describe
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader

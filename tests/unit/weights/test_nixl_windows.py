@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.layout import Box, Piece
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import Experts, describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.recipe import Costs
+from rollway.weights.planning.scenario import Experts, describe
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
 from rollway.weights.planning.targets import (
     LocalTensor,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,6 @@ from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.recipe import Costs, Load, Method, choose
-from rollway.weights.planning.scenario import plan_scenario
 from rollway.weights.planning.sources import (
     ANYWHERE,
     Place,
@@ -29,7 +26,7 @@ from rollway.weights.planning.targets import (
     engine_targets,
     hf_target,
 )
-from rollway.weights.planning.transfers import Edge, Plan
+from rollway.weights.planning.transfers import Plan
 from tests.unit.weights.megatron_plans import DENSE
 
 MB = 1 << 20
@@ -337,22 +334,3 @@ def test_impossible_engines_are_refused() -> None:
     for tp, ep in ((4, 1), (2, 3), (0, 1)):
         with pytest.raises(UsageError):
             engine_ranks(config, tp, ep)
-
-
-# --- fan-out --------------------------------------------------------------------------------
-
-
-def test_replicas_that_have_a_version_serve_the_others(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DENSE))
-    fanout = plan_scenario(tmp_path, "hf", "vllm:replicas=10", arity=2).fanout
-    assert [len(level) for level in fanout] == [1, 2, 4, 3]
-    assert fanout[0] == [Edge(None, "replica0")]
-    served: set[str] = set()
-    for level in fanout:
-        assert all(edge.source is None or edge.source in served for edge in level)
-        served |= {edge.receiver for edge in level}
-    assert served == {f"replica{n}" for n in range(10)}
-    servers = [edge.source for level in fanout for edge in level]
-    assert max(servers.count(server) for server in servers) == 2
-    with pytest.raises(UsageError, match="replicas that serve 0 others"):
-        plan_scenario(tmp_path, "hf", "vllm:replicas=2", arity=0)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from rollway.errors import UsageError
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import Experts, Norms, describe
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.planning.plan import Receiver, plan
 from rollway.weights.planning.recipe import Costs
+from rollway.weights.planning.scenario import Experts, Norms, describe
 from rollway.weights.planning.sources import megatron_sources
 from rollway.weights.planning.targets import engine_ranks, engine_targets
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of

@@ -23,7 +23,7 @@ _LIMITS = {
 """The smallest and the largest size. The largest are far above any model; those of layers, heads
 and experts decide how many tensors and parts are listed in memory."""
 _MAX_EXPERTS = 1 << 20  # Experts of all layers together
-_CHECK_CONFIG = "Check the model's config or sidecar."
+_CHECK_CONFIG = "Check the model's config."
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece, Placed, Shape, Shard
-from rollway.weights.megatron.model import MegatronModel, RankLayout
-from rollway.weights.megatron.pieces import cuts
+from rollway.weights.megatron.pieces import MegatronModel, RankLayout, cuts
 from rollway.weights.planning.targets import Headers
 
 

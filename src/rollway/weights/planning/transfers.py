@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollway.errors import UsageError
@@ -110,14 +110,6 @@ class Recipe:
     holders: dict[tuple[int, int], Holders] = field(default_factory=dict)  # By receiver and step
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """`receiver` reads from the engine `source`, or from the trainer if that is None."""
-
-    source: str | None
-    receiver: str
-
-
 @dataclass(slots=True)
 class Plan:
     """What every receiver reads; `planning.plan.plan` creates it."""
@@ -126,9 +118,6 @@ class Plan:
     receivers: list[str]
     recipes: list[Recipe]
     totals: dict[str, Total]  # By receiver
-    fanout: list[list[Edge]] = field(default_factory=list)
-    """How further engines of the same layout receive the version, each rank from the same rank of
-    another engine. All edges of a level run at the same time, after the previous level."""
 
     def transfers(self, receiver: str) -> Iterator[Transfer]:
         """Yield the transfers of one receiver; raise `UsageError` for an unknown one."""
@@ -161,12 +150,8 @@ class Plan:
         return grand_total
 
     def as_json(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
+        return {
             "total": self.total.as_json(),
             "receivers": {name: total.as_json() for name, total in self.totals.items()},
             "recipes": len(self.recipes),
         }
-        if self.fanout:
-            levels = [[asdict(edge) for edge in level] for level in self.fanout]
-            fields["fanout"] = {"depth": len(levels), "levels": levels}
-        return fields

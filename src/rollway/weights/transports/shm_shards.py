@@ -135,7 +135,7 @@ class ShardReader:
         views = [self._reader.views(offer, manifest) for offer, manifest in ranks]
         unread = Counter((p.rank, p.entry.name) for parts in self._parts.values() for p in parts)
         for name, parts in self._parts.items():
-            yield name, _assemble(parts, views)
+            yield name, assemble(parts, views)
             for part in parts:
                 unread[part.rank, part.entry.name] -= 1
                 # A shard has one sum for all tensors in it, so compare it after the last of them.
@@ -193,7 +193,7 @@ def _check_inside(part: _Part) -> None:
         raise WeightsError(f"{part.placed.name} is outside of {part.entry.name}, its shard.")
 
 
-def _assemble(parts: Sequence[_Part], views: Sequence[dict[str, Tensor]]) -> Tensor:
+def assemble(parts: Sequence[_Part], views: Sequence[dict[str, Tensor]]) -> Tensor:
     """Return the whole tensor: in place, if it is contiguous in one shard."""
     if len(parts) == 1:
         return parts[0].cut_from(views).contiguous()
