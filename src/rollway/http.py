@@ -75,29 +75,24 @@ class Http:
         return await self._call("GET", url, None, headers, timeout, retry)
 
     async def get_text(self, url: str, *, timeout: float, headers: Headers = None) -> str:
-        return (await self._attempt("GET", url, None, headers, timeout)).decode(errors="replace")
+        raw, _ = await self._attempt("GET", url, None, headers, timeout)
+        return raw.decode(errors="replace")
 
     async def get_bounded(self, url: str, *, timeout: float, limit: int) -> bytes:
         """GET a page that may be of any size; raise RequestFailed beyond `limit` bytes."""
-        with _convert_errors("GET", url, timeout):
-            async with self._request("GET", url, None, None, timeout) as response:
-                content = bytearray()
-                async for chunk in response.content.iter_any():
-                    content += chunk
-                    if len(content) > limit:
-                        raise RequestFailed(
-                            f"GET {url} answered with more than {limit} bytes.",
-                            status=response.status,
-                        )
-        if response.status >= 400:
-            raise _make_error("GET", url, response.status, bytes(content))
-        return bytes(content)
+        return (await self._attempt("GET", url, None, None, timeout, limit))[0]
 
     async def post(
         self, url: str, body: Any, *, timeout: float, retry: Retry = ONCE, headers: Headers = None
     ) -> Any:
         """POST a body. A function makes a new body for each attempt: a signed one is valid once."""
         return await self._call("POST", url, body, headers, timeout, retry)
+
+    async def post_bytes(
+        self, url: str, body: bytes, *, timeout: float, limit: int, headers: Headers = None
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """POST bytes once; return those of the answer, at most `limit`, and its headers."""
+        return await self._attempt("POST", url, body, headers, timeout, limit)
 
     @asynccontextmanager
     async def stream_lines(
@@ -128,7 +123,7 @@ class Http:
         attempt, began = 0, time.monotonic()
         while True:
             try:
-                raw = await self._attempt(method, url, body, headers, timeout)
+                raw, _ = await self._attempt(method, url, body, headers, timeout)
                 return _decode(raw, method, url)
             except (Unreachable, RequestFailed) as error:
                 wait = retry.wait(attempt)
@@ -139,16 +134,29 @@ class Http:
             attempt += 1
 
     async def _attempt(
-        self, method: str, url: str, body: Any, headers: Headers, timeout: float
-    ) -> bytes:
+        self,
+        method: str,
+        url: str,
+        body: Any,
+        headers: Headers,
+        timeout: float,
+        limit: int | None = None,
+    ) -> tuple[bytes, Mapping[str, str]]:
         payload = body() if callable(body) else body
         await self.before_request(method, url, payload)
         with _convert_errors(method, url, timeout):
             async with self._request(method, url, payload, headers, timeout) as response:
-                raw: bytes = await response.read()
+                raw = bytearray()
+                async for chunk in response.content.iter_any():
+                    raw += chunk
+                    if limit is not None and len(raw) > limit:
+                        raise RequestFailed(
+                            f"{method} {url} answered with more than {limit} bytes.",
+                            status=response.status,
+                        )
         if response.status >= 400:
             raise _make_error(method, url, response.status, raw)
-        return raw
+        return bytes(raw), response.headers
 
     async def before_request(self, method: str, url: str, body: Any) -> None:
         """Run before each request; a subclass overrides it to delay or fail requests."""
@@ -164,7 +172,7 @@ class Http:
             raise Unreachable(f"{method} {url}: this client is closed.")
         if self._session is None:
             self._session = self._new_session()
-        data = None if body is None else msgspec.json.encode(body)
+        data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         return self._session.request(
             method,
             url,
@@ -221,7 +229,7 @@ def _describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _make_error(method: str, url: str, status: int, raw: bytes) -> RequestFailed:
+def _make_error(method: str, url: str, status: int, raw: bytes | bytearray) -> RequestFailed:
     text = raw.decode(errors="replace").strip()
     return RequestFailed(
         f"{method} {url} answered {status}: {read_error_message(text)}", status=status, body=text

@@ -37,8 +37,7 @@ from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Stor
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta.reader import apply, fetch
-from rollway.weights.transports.nixl.catalog import Listing
-from rollway.weights.transports.nixl.catalog_http import Call, CatalogServer
+from rollway.weights.transports.nixl.catalog import Call, CatalogServer, Listing
 from rollway.weights.transports.nixl.listing import (
     SourceMemory,
     _Layout,
@@ -168,9 +167,9 @@ def read_call(raw: bytes) -> None:
         return  # what the server answers with 400
     server = CatalogServer.__new__(CatalogServer)  # without its socket: a case has no time for it
     super(CatalogServer, server).__init__()
-    for name in ("announce", "look_up", "acknowledge", "acknowledged", "withdraw", "leave"):
+    for name in ("announce", "look_up", "acknowledge", "list_receivers", "withdraw", "leave"):
         with contextlib.suppress(RollwayError):
-            server._answer(name, call)
+            server.answer(name, call)
 
 
 def read_source_memory(raw: bytes) -> None:

@@ -30,7 +30,7 @@ from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sour
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
 from rollway.weights.transports.nixl.agent import check_devices, choose_devices, import_nixl
-from rollway.weights.transports.nixl.catalog_http import CatalogServer
+from rollway.weights.transports.nixl.catalog import CatalogServer
 from tests.children import are_all_threads_stopped
 from tests.tensors import receive, same
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of

@@ -22,8 +22,14 @@ from rollway.weights.transports.base import (
 )
 from rollway.weights.transports.entries import lay_out, view_entry
 from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Pool, make_unique_name
-from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
-from rollway.weights.transports.nixl.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
+from rollway.weights.transports.nixl.catalog import (
+    LOOPBACK,
+    Catalog,
+    CatalogServer,
+    HttpCatalog,
+    Listing,
+    wait_for,
+)
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
     SAME_RANK,

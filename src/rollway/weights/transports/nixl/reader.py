@@ -38,7 +38,6 @@ from rollway.weights.planning.transfers import Total
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.nixl.agent import Agent, TimedOut, make_unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
-from rollway.weights.transports.nixl.catalog_http import open_catalog
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
     SAME_RANK,
@@ -46,6 +45,7 @@ from rollway.weights.transports.nixl.listing import (
     read_group,
     this_node,
 )
+from rollway.weights.transports.nixl.modelexpress import open_catalog
 from rollway.weights.transports.nixl.windows import (
     Connections,
     Windows,
