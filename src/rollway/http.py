@@ -134,13 +134,7 @@ class Http:
             attempt += 1
 
     async def _attempt(
-        self,
-        method: str,
-        url: str,
-        body: Any,
-        headers: Headers,
-        timeout: float,
-        limit: int | None = None,
+        self, method: str, url: str, body: Any, headers: Headers, timeout: float, limit: int = 0
     ) -> tuple[bytes, Mapping[str, str]]:
         payload = body() if callable(body) else body
         await self.before_request(method, url, payload)
@@ -149,11 +143,9 @@ class Http:
                 raw = bytearray()
                 async for chunk in response.content.iter_any():
                     raw += chunk
-                    if limit is not None and len(raw) > limit:
-                        raise RequestFailed(
-                            f"{method} {url} answered with more than {limit} bytes.",
-                            status=response.status,
-                        )
+                    if 0 < limit < len(raw):
+                        what = f"{method} {url} answered with more than {limit} bytes."
+                        raise RequestFailed(what, status=response.status)
         if response.status >= 400:
             raise _make_error(method, url, response.status, raw)
         return bytes(raw), response.headers

@@ -37,7 +37,7 @@ from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Stor
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta.reader import apply, fetch
-from rollway.weights.transports.nixl.catalog import Call, CatalogServer, Listing
+from rollway.weights.transports.nixl.catalog import _CALLS, CatalogServer, Listing
 from rollway.weights.transports.nixl.listing import (
     SourceMemory,
     _Layout,
@@ -161,15 +161,10 @@ def read_change(raw: bytes) -> None:
 
 
 def read_call(raw: bytes) -> None:
-    try:
-        call = msgspec.msgpack.decode(raw, type=Call)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return  # what the server answers with 400
     server = CatalogServer.__new__(CatalogServer)  # without its socket: a case has no time for it
     super(CatalogServer, server).__init__()
-    for name in ("announce", "look_up", "acknowledge", "list_receivers", "withdraw", "leave"):
-        with contextlib.suppress(RollwayError):
-            server.answer(name, call)
+    for name in _CALLS:
+        assert server.answer(name, raw) is not None
 
 
 def read_source_memory(raw: bytes) -> None:
@@ -243,11 +238,10 @@ FORMATS = {
     "list of tensors": Format(read_list, LIST),
     "delta manifest": Format(read_deltas, b"{}"),  # the fixture has a valid one
     "packed change": Format(read_change, _change(), False),
-    "catalog call": Format(
-        read_call,
-        msgspec.msgpack.encode(Call(1, "m", ["x"], Listing(1, "s", 0, 1, "trainer", b"b"), 2)),
-        False,
+    "catalog listing": Format(
+        read_call, msgspec.msgpack.encode([Listing(1, "s", 0, 1, "trainer", b"b")]), False
     ),
+    "catalog look-up": Format(read_call, msgspec.msgpack.encode([1, "m", ["x"], 2]), False),
     "NIXL source": Format(read_source_memory, _source_memory(), False),
 }  # fmt: skip
 

@@ -57,7 +57,6 @@ MAX_ANSWER = 1 << 30
 ORDER_HEADER = "x-rollway-order"
 _MAX_VERSIONS = 64
 _MAX_BYTES = 2 << 30
-_MAX_WITHOUT = 1 << 16
 _READING_SECONDS = 600.0
 """How long a receiver counts as load of its source if it never acknowledges."""
 
@@ -87,7 +86,7 @@ class Catalog(Protocol):
         """Remove a listing before its bytes are overwritten; a missing listing is no error."""
 
     def look_up(
-        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+        self, version: int, member: str, without: Sequence[str] = (), fanout: int = 0
     ) -> list[Listing]:
         """Return sources, by rank, that together have all of a version, and none of `without`.
 
@@ -140,7 +139,7 @@ class MemoryCatalog:
             self._remove(version, source)
 
     def look_up(
-        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+        self, version: int, member: str, without: Sequence[str] = (), fanout: int = 0
     ) -> list[Listing]:
         with self._lock:
             # A receiver that asks again no longer reads from its previous source.
@@ -272,22 +271,24 @@ _ERRORS: dict[str, type[RollwayError]] = {
 """By the name in an answer; the first that fits is sent."""
 
 
-class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The arguments of all calls; each call reads its own."""
-
-    version: Count = 0
-    member: Name = "-"
-    without: Annotated[list[Name], msgspec.Meta(max_length=_MAX_WITHOUT)] = []
-    listing: Listing | None = None
-    fanout: Count = 0
+_CALLS: dict[str, Any] = {
+    "announce": tuple[Listing],
+    "withdraw": tuple[Count, Name],
+    "look_up": tuple[Count, Name, list[Name], Count],
+    "acknowledge": tuple[Count, Name],
+    "list_receivers": tuple[Count],
+    "leave": tuple[Name],
+}
+"""The methods of a catalog that can be called, with their arguments."""
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a call returned, or the name of its error and what that says."""
+
+    result: list[Listing | Name] | None = None
     error: str = ""
     message: str = ""
     hint: str = ""
-    listings: list[Listing] = []
-    members: list[Name] = []
 
 
 def sign_bytes(secret: str, purpose: str, content: bytes) -> dict[str, str]:
@@ -363,7 +364,8 @@ class CatalogServer(MemoryCatalog):
 
     async def _serve(self, host: str, port: int, bound: Future[int]) -> None:
         app = web.Application(client_max_size=MAX_REQUEST)
-        app.router.add_post("/v1/{call}", self._handle)
+        for name in _CALLS:
+            app.router.add_post(f"/v1/{name}", self._handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -382,35 +384,19 @@ class CatalogServer(MemoryCatalog):
             check_bytes(body, expected)
         except OrderRefused as error:
             return web.Response(status=401, text=f"This call is refused: {error}.")
-        try:
-            call = msgspec.msgpack.decode(body, type=Call)
-            answer = self.answer(request.match_info["call"], call)
-        except _UNREADABLE as error:
-            answer = Answer("UsageError", f"This is no call to a catalog: {error}.")
-        except RollwayError as error:
-            name = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
-            answer = Answer(name, error.message, error.hint)
-        raw = msgspec.msgpack.encode(answer)
+        raw = msgspec.msgpack.encode(self.answer(request.path.removeprefix("/v1/"), body))
         return web.Response(body=raw, headers=sign_bytes(self._secret, f"answer {number}", raw))
 
-    def answer(self, name: str, call: Call) -> Answer:
-        match name:
-            case "look_up":
-                listings = self.look_up(call.version, call.member, call.without, fanout=call.fanout)
-                return Answer(listings=listings)
-            case "list_receivers":
-                return Answer(members=self.list_receivers(call.version))
-            case "announce" if call.listing is not None:
-                self.announce(call.listing)
-            case "withdraw":
-                self.withdraw(call.version, call.member)
-            case "acknowledge":
-                self.acknowledge(call.version, call.member)
-            case "leave":
-                self.leave(call.member)
-            case _:
-                raise UsageError(f"A catalog cannot {name[:40]} what the call says.")
-        return Answer()
+    def answer(self, name: str, arguments: bytes) -> Answer:
+        """Make a call, and return its result or its error."""
+        try:
+            checked = msgspec.msgpack.decode(arguments, type=_CALLS[name])
+            return Answer(getattr(self, name)(*checked))
+        except _UNREADABLE as error:
+            return Answer(None, "UsageError", f"This is no call to a catalog: {error}.")
+        except RollwayError as error:
+            kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
+            return Answer(None, kind, error.message, error.hint)
 
 
 class HttpCatalog:
@@ -427,31 +413,30 @@ class HttpCatalog:
         self.url, self._secret, self._timeout = url.rstrip("/"), _need_secret(secret), timeout
 
     def announce(self, listing: Listing) -> None:
-        self._call("announce", Call(listing=listing))
+        self._call("announce", listing)
 
     def withdraw(self, version: int, source: str) -> None:
-        self._call("withdraw", Call(version, source))
+        self._call("withdraw", version, source)
 
     def look_up(
-        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+        self, version: int, member: str, without: Sequence[str] = (), fanout: int = 0
     ) -> list[Listing]:
-        call = Call(version, member, list(without), fanout=fanout)
-        return self._call("look_up", call).listings
+        return self._call("look_up", version, member, list(without), fanout) or []
 
     def acknowledge(self, version: int, member: str) -> None:
-        self._call("acknowledge", Call(version, member))
+        self._call("acknowledge", version, member)
 
     def list_receivers(self, version: int) -> list[str]:
-        return list(self._call("list_receivers", Call(version)).members)
+        return self._call("list_receivers", version) or []
 
     def leave(self, member: str) -> None:
-        self._call("leave", Call(member=member))
+        self._call("leave", member)
 
     def where(self) -> dict[str, Any]:
         return {"catalog": self.url}
 
-    def _call(self, name: str, call: Call) -> Answer:
-        path, body = f"/v1/{name}", msgspec.msgpack.encode(call)
+    def _call(self, name: str, *arguments: Any) -> Any:
+        path, body = f"/v1/{name}", msgspec.msgpack.encode(arguments)
         if len(body) > MAX_REQUEST:
             raise UsageError(
                 f"The description of this rank's tensors takes {len(body)} bytes, more than "
@@ -468,7 +453,7 @@ class HttpCatalog:
             raise self._explain(error) from error
         if answer.error:
             raise _ERRORS.get(answer.error, WeightsError)(answer.message, answer.hint)
-        return answer
+        return answer.result
 
     async def _post(
         self, path: str, body: bytes, headers: dict[str, str]

@@ -101,7 +101,7 @@ class ModelExpressCatalog:
             self._release(version, source)
 
     def look_up(
-        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+        self, version: int, member: str, without: Sequence[str] = (), fanout: int = 0
     ) -> list[Listing]:
         state = self._client.get_state(self._uid(version))
         if state == State.STAGING:
@@ -110,7 +110,7 @@ class ModelExpressCatalog:
             raise WeightsError(
                 f"ModelExpress is releasing version {version}.", "Use a newer version."
             )
-        return self._listings.look_up(version, member, without, fanout=fanout)
+        return self._listings.look_up(version, member, without, fanout)
 
     def acknowledge(self, version: int, member: str) -> None:
         self._listings.acknowledge(version, member)
