@@ -40,9 +40,6 @@ from rollway.weights.transports.delta.reader import apply, fetch
 from rollway.weights.transports.nixl.catalog import _CALLS, CatalogServer, Listing
 from rollway.weights.transports.nixl.listing import (
     SourceMemory,
-    _Layout,
-    _Piece,
-    _Tensor,
     read_group,
 )
 from rollway.weights.transports.shm_shards import group_by_tensor
@@ -198,10 +195,9 @@ def _change() -> bytes:
 
 
 def _source_memory() -> bytes:
-    layout = _Layout([_Tensor("t", "F32", (2, 3))], [_Piece("w", (0, 0), (2, 3), 0, (0, 0), False)])
-    memory = SourceMemory(
-        b"agent", "DRAM", 0, "none", "node", msgspec.msgpack.encode(layout), [64], bytes(16)
-    )
+    boxes = (PlacedBox("w", (0, 0), (2, 3), (0, 0)),)
+    layout = msgspec.msgpack.encode([Entry("t", "F32", (2, 3), 0, 24, boxes=boxes)])
+    memory = SourceMemory(b"agent", "DRAM", 0, "none", "node", layout, 64, bytes(16))
     return msgspec.msgpack.encode(memory)
 
 

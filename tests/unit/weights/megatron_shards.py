@@ -13,11 +13,11 @@ from rollway.weights.layout import Placed, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.megatron.pieces import MegatronModel, is_legacy, pieces
-from rollway.weights.offer import Manifest
+from rollway.weights.offer import Manifest, list_boxes
 from rollway.weights.planning.scenario import describe
 from rollway.weights.sources import HeldTensor
 from rollway.weights.transports.entries import make_entry
-from rollway.weights.transports.shm_shards import assemble, group_by_tensor, list_boxes
+from rollway.weights.transports.shm_shards import assemble, group_by_tensor
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -60,7 +60,7 @@ def to_hf(
     manifests, views = [], []
     for rank in model.ranks:
         owned = [h for h in hold(model, rank, tensors[rank]) if h.owned_here and h.pieces]
-        entries = [make_entry(h.shard.name, h.tensor, 0, boxes=list_boxes(h)) for h in owned]
+        entries = [make_entry(h.shard.name, h.tensor, 0, boxes=list_boxes(h.pieces)) for h in owned]
         manifests.append(Manifest(0, sum(entry.nbytes for entry in entries), entries))
         views.append({h.shard.name: h.tensor for h in owned})
     for name, parts in group_by_tensor(manifests).items():

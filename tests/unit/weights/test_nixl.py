@@ -58,7 +58,7 @@ def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @nixl
 def test_versions_between_two_processes(reader: NixlReader) -> None:
-    """One plan and two sets of prepared reads serve all versions; both ends are idle afterwards."""
+    """One plan serves all versions; both ends are idle afterwards."""
     with Trainer() as trainer:
         for version in range(4):
             offer = trainer.publish(version)
@@ -67,7 +67,6 @@ def test_versions_between_two_processes(reader: NixlReader) -> None:
             assert reader.total.moved == offer.nbytes
             assert trainer.ask("acknowledged", version) == {reader.name}
         assert reader.plans == 1
-        assert reader.connections and len(reader.connections.prepared) == 2
         before = time.process_time()
         # A thread that polls all the time would take a core, or half of one that others use.
         assert trainer.ask("idle", 1.0) < 0.25
