@@ -46,7 +46,7 @@ def main(job: Path, rank: int) -> None:
     )
     config = json.loads((job / "config.json").read_text())
     model = Wrapper(Wrapper(build_model(asked, config)))  # as DDP and Float16Module do
-    geometry = read_geometry(model, config)
+    geometry = ModelGeometry.from_hf_config(config)
     layout, tensors = read_rank(model, NameMap(config["model_type"], geometry))
     layouts: list[Any] = [None] * asked["world"]
     torch.distributed.all_gather_object(layouts, layout)
@@ -217,18 +217,6 @@ def _use_grouped_experts(spec: Any) -> None:
         linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear
     )
     spec.submodules.mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=layers)
-
-
-def read_geometry(model: Any, hf: dict[str, Any]) -> ModelGeometry:
-    """From Megatron's config; the checkpoint's must say the same."""
-    inner = model.module.module
-    geometry = ModelGeometry.from_megatron_config(
-        inner.config,
-        vocab=hf["vocab_size"],
-        tied_embeddings=inner.share_embeddings_and_output_weights,
-    )
-    assert geometry == ModelGeometry.from_hf_config(hf)
-    return geometry
 
 
 @torch.no_grad()

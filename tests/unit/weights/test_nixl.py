@@ -161,7 +161,7 @@ def test_a_trainer_that_dies_is_noticed_in_bounded_time() -> None:
 def test_a_trainer_that_hangs_is_abandoned() -> None:
     """With `peer`, reads go over the network, where a stopped process does not answer."""
     with (
-        Trainer(error_handling="peer", progress=True) as trainer,
+        Trainer(error_handling="peer") as trainer,
         NixlReader(secret=WORD, timeout=2) as reader,
     ):
         offer = trainer.publish(0)

@@ -126,29 +126,6 @@ class ModelGeometry:
                 "Save the model's config again.",
             ) from error
 
-    @classmethod
-    def from_megatron_config(
-        cls, config: Any, *, vocab: int, tied_embeddings: bool
-    ) -> ModelGeometry:
-        """Read the sizes from a `TransformerConfig`.
-
-        It lacks two facts: the vocabulary without padding, and whether the embeddings are tied."""
-        experts = config.num_moe_experts or 0
-        return cls(
-            layers=config.num_layers,
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            query_groups=config.num_query_groups or config.num_attention_heads,
-            head_dim=config.kv_channels,
-            vocab=vocab,
-            ffn=config.ffn_hidden_size or 0,
-            moe_ffn=(config.moe_ffn_hidden_size or config.ffn_hidden_size) if experts else 0,
-            experts=experts,
-            tied_embeddings=tied_embeddings,
-            attention_output_gate=bool(getattr(config, "attention_output_gate", False)),
-            gated=bool(config.gated_linear_unit),
-        )
-
 
 def _read_first(config: Mapping[str, Any], *names: str) -> int:
     return next((int(config[name]) for name in names if config.get(name)), 0)

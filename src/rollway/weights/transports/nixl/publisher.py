@@ -62,7 +62,6 @@ class NixlPublisher(Publisher):
         world: int = 1,
         net_devices: Sequence[str] = (),
         error_handling: ErrorHandling | None = None,
-        progress: bool = False,
         engine_ranks: int = 1,
         fanout: bool = False,
         modelexpress: Recorder | None = None,
@@ -91,7 +90,7 @@ class NixlPublisher(Publisher):
         is_local = host == LOOPBACK if catalog is None else _is_local(catalog)
         mode = error_handling or ("none" if is_local else "peer")
         self.name = make_unique_name(f"trainer{rank}")
-        self._agent = Agent(self.name, mode, net_devices, progress)
+        self._agent = Agent(self.name, mode, net_devices)
         self._server: CatalogServer | None = None
         if isinstance(catalog, str):
             catalog = HttpCatalog(catalog, secret=secret)
