@@ -197,7 +197,7 @@ def _change() -> bytes:
 def _source_memory() -> bytes:
     boxes = (PlacedBox("w", (0, 0), (2, 3), (0, 0)),)
     layout = msgspec.msgpack.encode([Entry("t", "F32", (2, 3), 0, 24, boxes=boxes)])
-    memory = SourceMemory(b"agent", "DRAM", 0, "none", "node", layout, 64, bytes(16))
+    memory = SourceMemory(b"agent", "DRAM", 0, "none", layout, 64, bytes(16))
     return msgspec.msgpack.encode(memory)
 
 

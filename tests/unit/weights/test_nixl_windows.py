@@ -17,7 +17,7 @@ from rollway.weights.layout import Box, Piece
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, list_boxes
-from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.scenario import Experts, describe
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
@@ -98,7 +98,7 @@ def run_windows(windows: Windows, sources: list[Source], model: Model) -> Model:
 def windows_of(
     sources: list[Source], wanted: Targets, costs: Costs, size: int, keep: bool
 ) -> Windows:
-    plan_made = plan(sources, [Receiver("r")], wanted, costs)
+    plan_made = plan(sources, ["r"], wanted, costs)
     pieces = {
         (offer.names[held.tensor], held.box): None
         for source in sources

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollway.errors import UsageError
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.scenario import Experts, Norms, describe
 from rollway.weights.planning.sources import megatron_sources
@@ -56,7 +56,7 @@ def test_any_topology_to_any_engine(
     sources = megatron_sources(described)
     ranks = engine_ranks(config, *engine)
     wanted = engine_targets(ranks, headers)
-    result = plan(sources, [Receiver(f"r{n}") for n in range(len(ranks))], wanted, costs)
+    result = plan(sources, [f"r{n}" for n in range(len(ranks))], wanted, costs)
     for rank, mine in enumerate(carried_out(result, sources, model, wanted)):
         for target, values in expected(model, wanted, rank).items():
             np.testing.assert_array_equal(mine[target], values, err_msg=target)
@@ -68,4 +68,4 @@ def test_the_error_names_a_tensor_of_a_missing_stage() -> None:
     sources = megatron_sources(describe(headers, names, Topology(pp=2)))
     wanted = engine_targets(engine_ranks(DENSE), headers)
     with pytest.raises(UsageError, match=r"No source holds model\.layers\.1\."):
-        plan(sources[:1], [Receiver("r")], wanted)
+        plan(sources[:1], ["r"], wanted)

@@ -20,7 +20,7 @@ from rollway.weights.layout import Box, Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
 from rollway.weights.megatron.names import NameMap, Table, role_of_name
 from rollway.weights.megatron.pieces import MegatronModel, RankLayout, is_legacy, sharding
-from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
 from rollway.weights.planning.targets import engine_ranks, engine_targets, hf_target
@@ -55,9 +55,9 @@ def plan_scenario(model: Path, source: str, target: str, costs: Costs | None = N
     config, headers = read_model(model)
     sources = _make_sources(source, config, headers)
     if kind == "hf":
-        return plan(sources, [Receiver("receiver")], hf_target(headers), costs)
+        return plan(sources, ["receiver"], hf_target(headers), costs)
     ranks = engine_ranks(config, **sizes)
-    receivers = [Receiver(f"rank{number}") for number in range(len(ranks))]
+    receivers = [f"rank{number}" for number in range(len(ranks))]
     return plan(sources, receivers, engine_targets(ranks, headers), costs)
 
 

@@ -78,20 +78,6 @@ class Total:
 
 
 @dataclass(frozen=True, slots=True)
-class Holders:
-    """Divides the units of a recipe among the ranks that have the same holding.
-
-    `places[i]` serves the units from `upto[i - 1]` up to (not including) `upto[i]`."""
-
-    places: tuple[int, ...]  # Positions among the ranks that have the holding
-    upto: tuple[int, ...]
-
-    def find(self, unit: int) -> int:
-        """Return the position of the rank that serves a unit."""
-        return self.places[bisect_right(self.upto, unit)]
-
-
-@dataclass(frozen=True, slots=True)
 class Unit:
     """The names of one unit's tensors, which its recipe only numbers."""
 
@@ -107,7 +93,9 @@ class Recipe:
     steps: list[tuple[Step, ...]]  # One entry per receiver
     ranks: tuple[tuple[int, ...], ...]  # The ranks that have each holding
     units: list[Unit] = field(default_factory=list)
-    holders: dict[tuple[int, int], Holders] = field(default_factory=dict)  # By receiver and step
+    holders: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """By receiver and step: rank i of those that have the holding serves the units from number
+    `holders[i - 1]` up to (not including) `holders[i]`."""
 
 
 @dataclass(slots=True)
@@ -129,7 +117,7 @@ class Plan:
         for recipe in self.recipes:
             for unit_number, unit in enumerate(recipe.units):
                 for step_number, step in enumerate(recipe.steps[number]):
-                    holder = recipe.holders[number, step_number].find(unit_number)
+                    holder = bisect_right(recipe.holders[number, step_number], unit_number)
                     source = self.sources[recipe.ranks[step.holding][holder]]
                     tensor = unit.tensors[step.holding][holder]
                     yield Transfer(source, tensor, unit.targets, step)

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import zip_longest
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -27,7 +25,6 @@ import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
-from rollway.processes import boot_id
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import (
     ELEMENT_BYTES,
@@ -40,7 +37,7 @@ from rollway.weights.layout import (
     swap_last,
 )
 from rollway.weights.offer import Count, Entry, check_entries
-from rollway.weights.planning.sources import Place, Source, source_from_pieces
+from rollway.weights.planning.sources import Source, source_from_pieces
 from rollway.weights.planning.targets import Target, TensorInfo, cells
 from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Memory, find_memory_kind
 from rollway.weights.transports.nixl.catalog import Listing
@@ -61,7 +58,6 @@ class SourceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Memory
     device: Count
     error_handling: ErrorHandling
-    node: Annotated[str, msgspec.Meta(max_length=1024)]
     layout: bytes
     base: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
     """The address from which the offsets of the layout's tensors count."""
@@ -110,7 +106,7 @@ class ListedSource:
     def for_planner(self) -> Source:
         """Return it without tensors that have no elements, which the planner does not know."""
         pieces = [piece for piece in self.layout.pieces if piece.box.elements]
-        return source_from_pieces(self.name, self.layout.tensors, pieces, Place(self.memory.node))
+        return source_from_pieces(self.name, self.layout.tensors, pieces)
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ class SourceGroup:
         hasher = hashlib.sha256(f"{self.rank} ".encode())
         for source in self.sources:
             layout = source.memory.layout
-            hasher.update(f"{source.name} {source.memory.node} {len(layout)} ".encode() + layout)
+            hasher.update(f"{source.name} {len(layout)} ".encode() + layout)
         return hasher.hexdigest()
 
     @cached_property
@@ -249,7 +245,6 @@ def write_listing(
             memory=memory,
             device=index,
             error_handling=agent.error_handling,
-            node=this_node(),
             layout=msgspec.msgpack.encode(entries),
             base=base,
             digests=b"".join(digests),
@@ -260,14 +255,6 @@ def write_listing(
 
 def count_bytes(tensor: TensorInfo) -> int:
     return math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
-
-
-def this_node() -> str:
-    """Return a name that is equal for processes that can probably read each other's memory."""
-    try:
-        return f"{boot_id()} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return socket.gethostname()
 
 
 def split_for_ranks(

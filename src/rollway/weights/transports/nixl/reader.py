@@ -30,9 +30,8 @@ from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Slices
 from rollway.weights.offer import Offer
-from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.sources import Place
 from rollway.weights.planning.targets import hf_slices
 from rollway.weights.planning.transfers import Total
 from rollway.weights.transports.base import Reader, never
@@ -43,7 +42,6 @@ from rollway.weights.transports.nixl.listing import (
     SAME_RANK,
     SourceGroup,
     read_group,
-    this_node,
 )
 from rollway.weights.transports.nixl.modelexpress import open_catalog
 from rollway.weights.transports.nixl.windows import (
@@ -255,9 +253,8 @@ class NixlReader(Reader):
             to_plan = {n: want for n, want in wants.items() if 0 not in group.headers[n].shape}
             group.check_reach(to_plan)
             sources = [source.for_planner() for source in group.readable]
-            receiver = Receiver(self.name, Place(this_node()))
             windows = make_windows(
-                plan(sources, [receiver], to_plan, _COSTS),
+                plan(sources, [self.name], to_plan, _COSTS),
                 self.name,
                 wants,
                 {source.name: source.layout.tensors for source in group.sources},
