@@ -188,7 +188,11 @@ class NixlPublisher(Publisher):
             torch.cuda.synchronize(device)  # readers do not wait for this process's streams
         held: dict[str, list[Piece]] = {name: [] for name in views}
         for piece in pieces:
-            held.setdefault(piece.source, []).append(piece)
+            if piece.source not in held:
+                raise UsageError(
+                    f"A piece of {piece.name} is in {piece.source}, which is not published."
+                )
+            held[piece.source].append(piece)
         # A tensor without elements is at address 0.
         base = min((view.data_ptr() for view in views.values() if view.numel()), default=0)
         entries = [
