@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import StrEnum
+
 import torch
 
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Shape
-from rollway.weights.megatron.geometry import ModelGeometry
+from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.names import NameMap
+from rollway.weights.megatron.pieces import MegatronModel
+from rollway.weights.planning.scenario import describe
 
 
 def hf_shapes(
@@ -88,3 +94,34 @@ def _mlp(prefix: str, ffn: int, hidden: int) -> dict[str, Shape]:
         f"{prefix}up_proj": (ffn, hidden),
         f"{prefix}down_proj": (hidden, ffn),
     }
+
+
+class Norms(StrEnum):
+    """Where Megatron keeps the norms before attention and MLP."""
+
+    FUSED = "fused"  # In the linear layer that follows, as Transformer Engine does
+    SEPARATE = "separate"
+
+
+class Experts(StrEnum):
+    """Megatron's module for the local experts."""
+
+    GROUPED = ".experts.linear_fc"
+    SEQUENTIAL = ".experts.local_experts."
+    LEGACY = ".experts.weight"
+
+
+def describe_as(
+    hf: Mapping[str, TensorHeader],
+    names: NameMap,
+    topology: Topology,
+    *,
+    norms: Norms = Norms.FUSED,
+    experts: Experts = Experts.GROUPED,
+) -> MegatronModel:
+    """Describe a trainer that is built from these modules of Megatron's."""
+    others = [kind for kind in Experts if kind is not experts]
+    chosen = [name for name in names.table if not any(mark in name for mark in others)]
+    fused = [name for name in chosen if ".layer_norm_" in name and norms is Norms.FUSED]
+    templates = [*fused, *(name for name in chosen if ".layer_norm_" not in name)]
+    return describe(hf, names, topology, templates)

@@ -21,7 +21,7 @@ from rollway.weights.checkpoint import read_headers
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap, Parameter, classify
 from rollway.weights.megatron.pieces import MegatronModel
-from rollway.weights.planning.scenario import Norms, describe
+from tests.unit.weights.megatron_models import Norms, describe_as
 from tests.unit.weights.megatron_shards import from_hf, to_hf
 
 DATA = Path(__file__).parents[2] / "data" / "megatron"
@@ -38,7 +38,7 @@ def _described(topology: str, data: Path) -> tuple[Path, MegatronModel]:
     config = json.loads((checkpoint / "config.json").read_text())
     names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
     headers = read_headers(checkpoint)
-    return checkpoint, describe(
+    return checkpoint, describe_as(
         headers, names, Topology(tp, pp, ep, etp, world), norms=Norms.SEPARATE
     )
 

@@ -25,7 +25,6 @@ from rollway.weights.layout import Slices
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Offer
-from rollway.weights.planning.scenario import Experts, describe
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
@@ -33,6 +32,7 @@ from rollway.weights.transports.nixl.agent import check_devices, choose_devices,
 from rollway.weights.transports.nixl.catalog import CatalogServer
 from tests.children import are_all_threads_stopped
 from tests.tensors import receive, same
+from tests.unit.weights.megatron_models import Experts, describe_as
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
 from tests.unit.weights.nixl_pieces import held_tensors, nixl
 from tests.unit.weights.nixl_source import CONTEXT, WORD, Trainer, tensors_of
@@ -257,7 +257,7 @@ def test_megatron_ranks_give_hugging_face_tensors(
     arrays, headers = model_of(config)
     geometry = replace(ModelGeometry.from_hf_config(config), padded_vocab=32)
     names = NameMap(config["model_type"], geometry)
-    described = describe(headers, names, topology, experts=experts or Experts.GROUPED)
+    described = describe_as(headers, names, topology, experts=experts or Experts.GROUPED)
     model = {name: torch.from_numpy(array) for name, array in arrays.items()}
     publish_and_receive(megatron_sources(described), model, rounds=3)
 

@@ -19,7 +19,6 @@ from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, list_boxes
 from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.scenario import Experts, describe
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
 from rollway.weights.planning.targets import (
     LocalTensor,
@@ -36,6 +35,7 @@ from rollway.weights.transports.nixl.windows import (
     make_windows,
     resolve_reads,
 )
+from tests.unit.weights.megatron_models import Experts, describe_as
 from tests.unit.weights.megatron_plans import MOE, model_of
 from tests.unit.weights.planned import DTYPE, Model, expected, held_by, slices
 
@@ -126,7 +126,7 @@ def test_windows_give_the_model_from_any_megatron_layout(
     model, headers = model_of(MOE)
     geometry = replace(ModelGeometry.from_hf_config(MOE), padded_vocab=32)
     names = NameMap("qwen3_moe", geometry)
-    sources = megatron_sources(describe(headers, names, topology, experts=experts))
+    sources = megatron_sources(describe_as(headers, names, topology, experts=experts))
     costs = Costs(pack_gb_per_s=0, block_seconds=block)
     windows = windows_of(sources, hf_target(headers), costs, size, keep)
     arrays = run_windows(windows, sources, model)

@@ -15,9 +15,9 @@ from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.scenario import Experts, Norms, describe
 from rollway.weights.planning.sources import megatron_sources
 from rollway.weights.planning.targets import engine_ranks, engine_targets
+from tests.unit.weights.megatron_models import Experts, Norms, describe_as
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
 from tests.unit.weights.planned import carried_out, expected
 
@@ -52,7 +52,7 @@ def test_any_topology_to_any_engine(
     model, headers = model_of(config)
     geometry = replace(ModelGeometry.from_hf_config(config), padded_vocab=32)
     names = NameMap(config["model_type"], geometry)
-    described = describe(headers, names, topology, norms=norms, experts=experts)
+    described = describe_as(headers, names, topology, norms=norms, experts=experts)
     sources = megatron_sources(described)
     ranks = engine_ranks(config, *engine)
     wanted = engine_targets(ranks, headers)
@@ -65,7 +65,7 @@ def test_any_topology_to_any_engine(
 def test_the_error_names_a_tensor_of_a_missing_stage() -> None:
     _, headers = model_of(DENSE)
     names = NameMap("qwen2", ModelGeometry.from_hf_config(DENSE))
-    sources = megatron_sources(describe(headers, names, Topology(pp=2)))
+    sources = megatron_sources(describe_as(headers, names, Topology(pp=2)))
     wanted = engine_targets(engine_ranks(DENSE), headers)
     with pytest.raises(UsageError, match=r"No source holds model\.layers\.1\."):
         plan(sources[:1], ["r"], wanted)

@@ -13,8 +13,14 @@ from rollway.weights.layout import Shape
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.megatron.pieces import MegatronModel, pieces
-from rollway.weights.planning.scenario import Experts, Norms, describe
-from tests.unit.weights.megatron_models import headers, hf_shapes, numbered
+from tests.unit.weights.megatron_models import (
+    Experts,
+    Norms,
+    describe_as,
+    headers,
+    hf_shapes,
+    numbered,
+)
 from tests.unit.weights.megatron_shards import from_hf, to_hf
 
 
@@ -59,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
         mixtral=mixtral,
     )
     world = math.lcm(tp, ep * etp) * pp * draw(st.integers(1, 2))
-    model = describe(
+    model = describe_as(
         headers(shapes),
         NameMap("mixtral" if mixtral else "qwen3_moe", geometry),
         Topology(tp, pp, ep, etp, world),

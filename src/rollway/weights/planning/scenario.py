@@ -7,9 +7,8 @@ ranks of a Megatron trainer hold of them follows from its parallel sizes (`descr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader, read_config, read_headers
 from rollway.weights.layout import Box, Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
-from rollway.weights.megatron.names import NameMap, Table, role_of_name
+from rollway.weights.megatron.names import NameMap, role_of_name
 from rollway.weights.megatron.pieces import MegatronModel, RankLayout, is_legacy, sharding
 from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
@@ -38,6 +37,7 @@ _QKV_BIAS = ("qwen2", "qwen2_moe")
 _KNOWN = ("llama", "mistral", *_QK_NORM, *_QKV_BIAS)
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _FUSED_NORM = ".layer_norm_"
+_OTHER_EXPERTS = (".experts.local_experts.", ".experts.weight")
 Config = Mapping[str, Any]
 Headers = dict[str, TensorHeader]
 
@@ -172,33 +172,21 @@ def _list_mlp(prefix: str, width: int, hidden: int) -> Iterator[tuple[str, Shape
 # --- a trainer that does not run ---------------------------------------------------------------
 
 
-class Norms(StrEnum):
-    """Where Megatron keeps the norms before attention and MLP."""
-
-    FUSED = "fused"  # In the linear layer that follows, as Transformer Engine does
-    SEPARATE = "separate"
-
-
-class Experts(StrEnum):
-    """Megatron's module for the local experts."""
-
-    GROUPED = "grouped"
-    SEQUENTIAL = "sequential"
-    LEGACY = "legacy"
-
-
 def describe(
     hf: Mapping[str, TensorHeader],
     names: NameMap,
     topology: Topology,
-    *,
-    norms: Norms = Norms.FUSED,
-    experts: Experts = Experts.GROUPED,
+    templates: Sequence[str] | None = None,
 ) -> MegatronModel:
     """Return what the ranks of a trainer hold of a model with these Hugging Face tensors.
 
-    The second copy of tied embeddings, on the last pipeline stage, is left out."""
-    templates = _choose_templates(names.table, norms, experts)
+    `templates` are the names of `names.table` that its modules have, by default those with
+    Transformer Engine: norms in the linear layer that follows, grouped experts. Of two names for
+    one tensor, the first counts. The second copy of tied embeddings, on the last pipeline stage, is
+    left out."""
+    if templates is None:
+        chosen = (name for name in names.table if not any(mark in name for mark in _OTHER_EXPERTS))
+        templates = sorted(chosen, key=lambda name: _FUSED_NORM not in name)
     layouts: dict[int, RankLayout] = {}
     shared: dict[tuple[int, int], list[tuple[Shard, tuple[str, ...]]]] = {}
     for rank, position in enumerate(topology.positions()):
@@ -212,7 +200,7 @@ def describe(
 
 
 def _list_shards(
-    hf: Mapping[str, TensorHeader], names: NameMap, position: Position, templates: list[str]
+    hf: Mapping[str, TensorHeader], names: NameMap, position: Position, templates: Sequence[str]
 ) -> Iterator[tuple[Shard, tuple[str, ...]]]:
     """Yield Megatron's tensors, all tensor-parallel ranks joined, and the HF tensors in each."""
     used: set[str] = set()
@@ -232,22 +220,8 @@ def _list_shards(
         yield Shard(name, hf[hf_names[0]].dtype, shape, Box.whole(shape), role), hf_names
 
 
-def _choose_templates(table: Table, norms: Norms, experts: Experts) -> list[str]:
-    """Return the names of a family that this kind of model has; fused norms come first."""
-    marks = {
-        Experts.GROUPED: ".experts.linear_fc",
-        Experts.SEQUENTIAL: ".experts.local_experts.",
-        Experts.LEGACY: ".experts.weight",
-    }
-    other = tuple(mark for kind, mark in marks.items() if kind is not experts)
-    chosen = [name for name in table if not any(mark in name for mark in other)]
-    if norms is Norms.SEPARATE:
-        return [name for name in chosen if _FUSED_NORM not in name]
-    return sorted(chosen, key=lambda name: _FUSED_NORM not in name)
-
-
 def _list_names(
-    templates: list[str], geometry: ModelGeometry, position: Position
+    templates: Sequence[str], geometry: ModelGeometry, position: Position
 ) -> Iterator[tuple[str, str]]:
     """Yield every name that a rank could have, after the template it is made from."""
     first, last = position.pp == 0, position.pp == position.pp_size - 1
