@@ -269,8 +269,6 @@ _ERRORS: dict[str, type[RollwayError]] = {
     kind.__name__: kind for kind in (NotYet, WeightsError, UsageError)
 }
 """By the name in an answer; the first that fits is sent."""
-
-
 _CALLS: dict[str, Any] = {
     "announce": tuple[Listing],
     "withdraw": tuple[Count, Name],
