@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks import round_floats
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import MegatronModel, describe
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.planning.plan import Receiver, plan
-from rollway.weights.planning.scenario import hf_headers
+from rollway.weights.megatron.pieces import MegatronModel
+from rollway.weights.planning.plan import plan
+from rollway.weights.planning.scenario import describe, hf_headers
 from rollway.weights.planning.sources import megatron_sources
 from rollway.weights.planning.targets import engine_ranks, engine_targets
 
@@ -77,7 +77,7 @@ def measure(
     model = describe(headers, names, topology)
     sources = megatron_sources(model)
     layout_seconds = time.monotonic() - began
-    receivers = [Receiver(f"engine{rank}") for rank in range(tp)]
+    receivers = [f"engine{rank}" for rank in range(tp)]
     seconds, cpu_seconds = [], []
     for _ in range(repeats):
         began, cpu_began = time.monotonic(), time.process_time()

@@ -75,29 +75,24 @@ class Http:
         return await self._call("GET", url, None, headers, timeout, retry)
 
     async def get_text(self, url: str, *, timeout: float, headers: Headers = None) -> str:
-        return (await self._attempt("GET", url, None, headers, timeout)).decode(errors="replace")
+        raw, _ = await self._attempt("GET", url, None, headers, timeout)
+        return raw.decode(errors="replace")
 
     async def get_bounded(self, url: str, *, timeout: float, limit: int) -> bytes:
         """GET a page that may be of any size; raise RequestFailed beyond `limit` bytes."""
-        with _convert_errors("GET", url, timeout):
-            async with self._request("GET", url, None, None, timeout) as response:
-                content = bytearray()
-                async for chunk in response.content.iter_any():
-                    content += chunk
-                    if len(content) > limit:
-                        raise RequestFailed(
-                            f"GET {url} answered with more than {limit} bytes.",
-                            status=response.status,
-                        )
-        if response.status >= 400:
-            raise _make_error("GET", url, response.status, bytes(content))
-        return bytes(content)
+        return (await self._attempt("GET", url, None, None, timeout, limit))[0]
 
     async def post(
         self, url: str, body: Any, *, timeout: float, retry: Retry = ONCE, headers: Headers = None
     ) -> Any:
         """POST a body. A function makes a new body for each attempt: a signed one is valid once."""
         return await self._call("POST", url, body, headers, timeout, retry)
+
+    async def post_bytes(
+        self, url: str, body: bytes, *, timeout: float, limit: int, headers: Headers = None
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """POST bytes once; return those of the answer, at most `limit`, and its headers."""
+        return await self._attempt("POST", url, body, headers, timeout, limit)
 
     @asynccontextmanager
     async def stream_lines(
@@ -128,7 +123,7 @@ class Http:
         attempt, began = 0, time.monotonic()
         while True:
             try:
-                raw = await self._attempt(method, url, body, headers, timeout)
+                raw, _ = await self._attempt(method, url, body, headers, timeout)
                 return _decode(raw, method, url)
             except (Unreachable, RequestFailed) as error:
                 wait = retry.wait(attempt)
@@ -139,16 +134,16 @@ class Http:
             attempt += 1
 
     async def _attempt(
-        self, method: str, url: str, body: Any, headers: Headers, timeout: float
-    ) -> bytes:
+        self, method: str, url: str, body: Any, headers: Headers, timeout: float, limit: int = 0
+    ) -> tuple[bytes, Mapping[str, str]]:
         payload = body() if callable(body) else body
         await self.before_request(method, url, payload)
         with _convert_errors(method, url, timeout):
             async with self._request(method, url, payload, headers, timeout) as response:
-                raw: bytes = await response.read()
+                raw = await (_read_bounded(response, limit) if limit else response.read())
         if response.status >= 400:
             raise _make_error(method, url, response.status, raw)
-        return raw
+        return raw, response.headers
 
     async def before_request(self, method: str, url: str, body: Any) -> None:
         """Run before each request; a subclass overrides it to delay or fail requests."""
@@ -164,7 +159,7 @@ class Http:
             raise Unreachable(f"{method} {url}: this client is closed.")
         if self._session is None:
             self._session = self._new_session()
-        data = None if body is None else msgspec.json.encode(body)
+        data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         return self._session.request(
             method,
             url,
@@ -210,6 +205,16 @@ def _convert_errors(method: str, url: str, timeout: float) -> Iterator[None]:
         raise Unreachable(f"{method} {url} gave no answer within {timeout:g} s.") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise Unreachable(f"{method} {url} failed: {_describe(error)}.") from error
+
+
+async def _read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > limit:
+            what = f"{response.method} {response.url} answered with more than {limit} bytes."
+            raise RequestFailed(what, status=response.status)
+    return bytes(content)
 
 
 def _describe(error: BaseException) -> str:

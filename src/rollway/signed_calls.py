@@ -159,7 +159,7 @@ def _mac(secret: str, purpose: str, fields: Mapping[str, str]) -> str:
 
 
 def make_mac(secret: str, body: bytes) -> str:
-    """Return the signature of all that Rollway signs: orders, offers of weights, catalogs."""
+    """Return the signature of all that Rollway signs: orders, and offers of weights."""
     return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
 
 

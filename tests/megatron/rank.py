@@ -1,7 +1,7 @@
 """One rank of a Megatron-Core model on CPU: loads a checkpoint by Rollway's layout, and computes.
 
 Run by `test_live.py` as `rank.py JOB RANK`; JOB is a directory with a Hugging Face checkpoint and
-`job.json`, where the ranks leave their sidecars, shards and what the model answers. megatron-core
+`job.json`, where the ranks leave their layouts, shards and what the model answers. megatron-core
 is made for GPUs; the patches here replace what it wants from CUDA, and nothing of its layout.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import sys
 import time
 from pathlib import Path
@@ -19,11 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rollway.weights import sidecar
 from rollway.weights.megatron.geometry import ModelGeometry
-from rollway.weights.megatron.model import MegatronModel
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.megatron.tensors import rank_from_hf, read_rank
+from rollway.weights.megatron.pieces import MegatronModel
+from rollway.weights.megatron.tensors import read_rank
+from tests.unit.weights.megatron_shards import rank_from_hf
 
 TOKENS = 16
 
@@ -45,9 +46,12 @@ def main(job: Path, rank: int) -> None:
     )
     config = json.loads((job / "config.json").read_text())
     model = Wrapper(Wrapper(build_model(asked, config)))  # as DDP and Float16Module do
-    geometry = read_geometry(model, config)
+    geometry = ModelGeometry.from_hf_config(config)
     layout, tensors = read_rank(model, NameMap(config["model_type"], geometry))
-    whole = _exchange(job, rank, asked["world"], MegatronModel(geometry, {rank: layout}))
+    layouts: list[Any] = [None] * asked["world"]
+    torch.distributed.all_gather_object(layouts, layout)
+    whole = MegatronModel(geometry, dict(enumerate(layouts)))
+    (job / f"layouts{rank}.pickle").write_bytes(pickle.dumps(whole))
     shards = rank_from_hf(load_file(job / "model.safetensors"), whole, rank)
     for name, tensor in tensors.items():
         tensor.copy_(shards[name].view_as(tensor))
@@ -213,24 +217,6 @@ def _use_grouped_experts(spec: Any) -> None:
         linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear
     )
     spec.submodules.mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=layers)
-
-
-def read_geometry(model: Any, hf: dict[str, Any]) -> ModelGeometry:
-    """From Megatron's config; the checkpoint's must say the same."""
-    inner = model.module.module
-    geometry = ModelGeometry.from_megatron_config(
-        inner.config,
-        vocab=hf["vocab_size"],
-        tied_embeddings=inner.share_embeddings_and_output_weights,
-    )
-    assert geometry == ModelGeometry.from_hf_config(hf)
-    return geometry
-
-
-def _exchange(job: Path, rank: int, world: int, mine: MegatronModel) -> MegatronModel:
-    (job / f"rank{rank}.json").write_text(sidecar.dump(mine, world))
-    torch.distributed.barrier()
-    return sidecar.join((job / f"rank{other}.json").read_text() for other in range(world))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +28,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rollway.weights import sidecar
 from rollway.weights.layout import Role
-from rollway.weights.megatron.tensors import to_hf
 from tests.megatron import rank as rank_script
 from tests.megatron.package import SECONDS, install_megatron
+from tests.unit.weights.megatron_shards import to_hf
 
 pytestmark = [
     pytest.mark.slow,
@@ -123,7 +123,7 @@ def test_megatron_computes_with_our_layout_what_transformers_does(
     )
     _run(tmp_path, 2, megatron)
 
-    whole = sidecar.join((tmp_path / f"rank{rank}.json").read_text() for rank in range(2))
+    whole = pickle.loads((tmp_path / "layouts0.pickle").read_bytes())
     roles = {shard.role for layout in whole.ranks.values() for shard in layout.shards.values()}
     if experts:
         assert {Role.EXPERT_COLUMN, Role.EXPERT_ROW} <= roles

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from rollway.demo.grpo import GrpoConfig, completion_mask, pad_rows
 from rollway.integrations.nemo_rl.workers import MegatronShardPublishing
-from rollway.weights.megatron.model import MegatronModel
+from rollway.weights.megatron.geometry import ModelGeometry
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.megatron.tensors import rank_from_hf, read_rank
+from rollway.weights.megatron.pieces import MegatronModel
+from rollway.weights.megatron.tensors import read_rank
 from tests.megatron.package import install_megatron
-from tests.megatron.rank import Wrapper, build_model, read_geometry, without_cuda
+from tests.megatron.rank import Wrapper, build_model, without_cuda
 from tests.nemo_rl.policy import Rank
+from tests.unit.weights.megatron_shards import rank_from_hf
 
 
 class MegatronScoring(nn.Module):
@@ -64,7 +66,7 @@ class MegatronRank(MegatronShardPublishing, Rank):
         theta = hf["rope_parameters"]["rope_theta"]
         options = {**sizes, "padded_vocab": hf["vocab_size"], "rotary_base": theta}
         model = Wrapper(Wrapper(build_model(options, hf)))
-        geometry = read_geometry(model, hf)
+        geometry = ModelGeometry.from_hf_config(hf)
         layout, tensors = read_rank(model, NameMap(hf["model_type"], geometry))
         layouts: list[Any] = [None] * world
         torch.distributed.all_gather_object(layouts, layout)

@@ -109,6 +109,15 @@ def test_invalid_orders_are_refused(order: Any) -> None:
         Verifier(WORD, "p1").open("pause_generation", order)
 
 
+def test_numbers_of_expired_orders_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, clock = Verifier(WORD, "p1"), [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    for _ in range(50):
+        verifier.open("flush_cache", sign(WORD, "flush_cache", "p1", {}))
+        clock[0] += 60
+    assert len(verifier._used) <= 5
+
+
 def test_a_worker_without_a_secret_refuses_every_order() -> None:
     with pytest.raises(OrderRefused, match="started without a secret"):
         Verifier("", "p1").open("pause_generation", sign("", "pause_generation", "p1", {}))

@@ -27,12 +27,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from rollway.errors import RollwayError
-from rollway.weights import sidecar, untrusted
+from rollway.weights import untrusted
 from rollway.weights.adapter import Adapter, attach_adapter, check_config, detach_adapter
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import describe
-from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.planning.scenario import read_model
 from rollway.weights.transports import collective_rendezvous as rendezvous
@@ -40,20 +37,15 @@ from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Stor
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta.reader import apply, fetch
-from rollway.weights.transports.nixl.catalog import Listing
-from rollway.weights.transports.nixl.catalog_http import Call, CatalogServer
+from rollway.weights.transports.nixl.catalog import _CALLS, CatalogServer, Listing
 from rollway.weights.transports.nixl.listing import (
     SourceMemory,
-    _Layout,
-    _Piece,
-    _Tensor,
     read_group,
 )
 from rollway.weights.transports.shm_shards import group_by_tensor
 from tests.checkpoints import write_checkpoint
 from tests.security.limits import limit_memory
 from tests.soak import examples
-from tests.unit.weights.megatron_models import headers, hf_shapes
 
 CASES = examples(400)
 DELTAS, DELTA_KEY = Store(Path()), f"manifests/{1:015d}.json"
@@ -166,15 +158,10 @@ def read_change(raw: bytes) -> None:
 
 
 def read_call(raw: bytes) -> None:
-    try:
-        call = msgspec.msgpack.decode(raw, type=Call)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return  # what the server answers with 400
     server = CatalogServer.__new__(CatalogServer)  # without its socket: a case has no time for it
     super(CatalogServer, server).__init__()
-    for name in ("announce", "look_up", "acknowledge", "acknowledged", "withdraw", "leave"):
-        with contextlib.suppress(RollwayError):
-            server._answer(name, call)
+    for name in _CALLS:
+        assert server.answer(name, raw) is not None
 
 
 def read_source_memory(raw: bytes) -> None:
@@ -184,15 +171,6 @@ def read_source_memory(raw: bytes) -> None:
     assert group.nbytes >= 0
     for source in group.sources:
         source.for_planner()
-
-
-def _sidecar() -> bytes:
-    geometry = ModelGeometry(
-        layers=1, hidden=4, heads=4, query_groups=2, head_dim=2, vocab=7, moe_ffn=4, experts=2
-    )
-    names = NameMap("qwen3_moe", geometry)
-    model = describe(headers(hf_shapes(geometry)), names, Topology(tp=1, pp=1))
-    return sidecar.dump(model, len(model.ranks)).encode()
 
 
 def _stable() -> bytes:
@@ -217,10 +195,9 @@ def _change() -> bytes:
 
 
 def _source_memory() -> bytes:
-    layout = _Layout([_Tensor("t", "F32", (2, 3))], [_Piece("w", (0, 0), (2, 3), 0, (0, 0), False)])
-    memory = SourceMemory(
-        b"agent", "DRAM", 0, "none", "node", msgspec.msgpack.encode(layout), [64], bytes(16)
-    )
+    boxes = (PlacedBox("w", (0, 0), (2, 3), (0, 0)),)
+    layout = msgspec.msgpack.encode([Entry("t", "F32", (2, 3), 0, 24, boxes=boxes)])
+    memory = SourceMemory(b"agent", "DRAM", 0, "none", layout, 64, bytes(16))
     return msgspec.msgpack.encode(memory)
 
 
@@ -248,7 +225,6 @@ FORMATS = {
     "model config": Format(in_file("x.json", lambda p: read_model(p / "x.json")),
                            json.dumps(HF_CONFIG).encode()),
     "STABLE": Format(in_file(STABLE, check_checkpoint), _stable()),
-    "sidecar": Format(sidecar.load, _sidecar()),
     "adapter config": Format(read_adapter, json.dumps(CONFIG).encode()),
     "adapter of an offer": Format(
         read_offered_adapter,
@@ -258,11 +234,10 @@ FORMATS = {
     "list of tensors": Format(read_list, LIST),
     "delta manifest": Format(read_deltas, b"{}"),  # the fixture has a valid one
     "packed change": Format(read_change, _change(), False),
-    "catalog call": Format(
-        read_call,
-        msgspec.msgpack.encode(Call(1, "m", ["x"], Listing(1, "s", 0, 1, "trainer", b"b"), 2)),
-        False,
+    "catalog listing": Format(
+        read_call, msgspec.msgpack.encode([Listing(1, "s", 0, 1, "trainer", b"b")]), False
     ),
+    "catalog look-up": Format(read_call, msgspec.msgpack.encode([1, "m", ["x"], 2]), False),
     "NIXL source": Format(read_source_memory, _source_memory(), False),
 }  # fmt: skip
 

@@ -15,7 +15,9 @@ import msgspec
 import pytest
 import torch
 
-from rollway.errors import RollwayError, WeightsError
+from rollway.errors import RollwayError, UsageError, WeightsError
+from rollway.signed_calls import Verifier
+from rollway.weights.layout import Box, check_covered
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.transports import collective_rendezvous as rendezvous
 from rollway.weights.transports.delta import (
@@ -28,14 +30,18 @@ from rollway.weights.transports.delta import (
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta.reader import apply, fetch
-from rollway.weights.transports.nixl.catalog import Listing
-from rollway.weights.transports.nixl.catalog_http import (
+from rollway.weights.transports.nixl.catalog import (
+    ORDER_HEADER,
+    Answer,
     CatalogServer,
     HttpCatalog,
-    Seal,
-    open_catalog,
+    Listing,
+    check_bytes,
+    read_order,
+    sign_bytes,
 )
-from rollway.weights.transports.nixl.listing import _Layout, _Piece, _Tensor, read_layout
+from rollway.weights.transports.nixl.listing import read_layout
+from rollway.weights.transports.nixl.modelexpress import open_catalog
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
 from rollway.weights.transports.shm_shards import group_by_tensor
 
@@ -155,6 +161,17 @@ def test_boxes_that_all_name_the_same_bytes_make_no_huge_tensor() -> None:
         group_by_tensor([Manifest(1, 256, [entry])])
 
 
+@pytest.mark.timeout(60)
+def test_a_matrix_of_many_columns_is_checked_quickly() -> None:
+    """Every column was compared with every other: 20,000 took minutes."""
+    columns = [Box((0, n), (2, n + 1)) for n in range(20_000)]
+    check_covered("w", (2, 20_000), columns)
+    with pytest.raises(UsageError, match="claimed twice"):
+        check_covered("w", (2, 20_000), [*columns, Box((1, 7), (2, 9))])
+    with pytest.raises(UsageError, match="not whole"):
+        check_covered("w", (2, 20_000), columns[1:])
+
+
 @pytest.mark.parametrize("ranks", [None, [], 7, [{}], [{"slot": "../x"}], [[]]])
 def test_an_offer_with_invalid_ranks(ranks: Any) -> None:
     with pytest.raises(WeightsError, match="no offer of a trainer's ranks"):
@@ -247,14 +264,14 @@ def test_a_change_of_an_empty_tensor_whose_strides_overflow() -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    [("x", (0,), (4,), 0, (0,), False), ("x", (0,), (2,), 0, (1,), False),
-     ("x", (0,), (2,), 0, (0, 0), False), ("x", (0,), (2,), 0, (0,), True),
-     ("x", (0, 0), (2, 1), 0, (0, 0), False)],
+    [("x", (0,), (4,), (0,), False), ("x", (0,), (2,), (1,), False),
+     ("x", (0,), (2,), (0, 0), False), ("x", (0,), (2,), (0,), True),
+     ("x", (0, 0), (2, 1), (0, 0), False)],
     ids=range(5),
 )  # fmt: skip
 def test_a_piece_outside_of_its_tensor(piece: Any) -> None:
-    raw = msgspec.msgpack.encode(_Layout([_Tensor("a", "F32", (2,))], [_Piece(*piece)]))
-    with pytest.raises(WeightsError, match="is outside of its tensor"):
+    raw = msgspec.msgpack.encode([Entry("a", "F32", (2,), 0, 8, boxes=(PlacedBox(*piece),))])
+    with pytest.raises(WeightsError, match=r"x is outside of a|x cannot be stored in a"):
         read_layout(raw)
 
 
@@ -308,13 +325,13 @@ def test_a_reason_to_stop_of_megabytes() -> None:
     assert len(str(caught.value)) <= 500
 
 
-def test_a_catalog_request_whose_headers_are_no_text() -> None:
+def test_a_catalog_request_whose_order_is_no_text() -> None:
     """One byte above 0x7f in a header was a bare 500, before any secret was asked for."""
     with CatalogServer(secret="s") as server:
         host, port = server.url.removeprefix("http://").split(":")
-        for name in ("mac", "time", "number", "body"):
+        for order in (b"\xff\xfe", b"[" * 5000, b"{}", b'{"mac":"\xff"}', b'"\\ud800"'):
             with socket.create_connection((host, int(port)), 10) as line:
-                headers = f"x-rollway-{name}: ".encode() + b"\xff\xfe\r\n"
+                headers = f"{ORDER_HEADER}: ".encode() + order + b"\r\n"
                 line.sendall(b"POST /v1/leave HTTP/1.1\r\nHost: x\r\n" + headers)
                 line.sendall(b"Content-Length: 0\r\n\r\n")
                 answer = http.client.HTTPResponse(line)
@@ -327,17 +344,20 @@ def test_an_invalid_catalog_call() -> None:
         host, port = server.url.removeprefix("http://").split(":")
         for body in (b"", b"\x91" * 100_000, b"\xc1", b"\x80" * 3, b"\x86\xa4\xff"):
             line = http.client.HTTPConnection(host, int(port), timeout=10)
-            line.request(
-                "POST", "/v1/look_up", body, Seal("s").request_headers("/v1/look_up", body)
-            )
-            assert line.getresponse().status == 400
+            headers = sign_bytes("s", "/v1/look_up", body)
+            line.request("POST", "/v1/look_up", body, headers)
+            response = line.getresponse()
+            raw, number = response.read(), json.loads(headers[ORDER_HEADER])["number"]
+            theirs = dict(response.headers)
+            check_bytes(raw, read_order(Verifier("s"), f"answer {number}", theirs)[0])
+            assert "no call to a catalog" in msgspec.msgpack.decode(raw, type=Answer).message
             line.close()
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("body", [b"\xc1", b"\x91" * 100_000, b"", b"\x81\xa1x\x01"], ids=range(4))
 def test_a_catalog_that_answers_nonsense(body: bytes) -> None:
-    sealed = Answering(lambda number: (body, Seal("s").answer_mac(number, 200, body)))
+    sealed = Answering(lambda number: (body, sign_bytes("s", f"answer {number}", body)))
     with sealed as url, pytest.raises(WeightsError, match="cannot be read"):
         HttpCatalog(url, secret="s").list_receivers(1)
 
@@ -347,8 +367,8 @@ def test_a_catalog_that_answers_nonsense(body: bytes) -> None:
 def test_a_catalog_that_answers_byte_by_byte(part: str) -> None:
     """The deadline counts for the whole answer, and not for each byte: all of this one would
     take minutes."""
-    slow = Answering(lambda _: (b"x" * 4000, "0" * 64), slow=part)
-    with slow as url, pytest.raises(WeightsError, match="no whole answer"):
+    slow = Answering(lambda _: (b"x" * 4000, {}), slow=part)
+    with slow as url, pytest.raises(WeightsError, match="no answer within"):
         HttpCatalog(url, secret="s", timeout=0.5).list_receivers(1)
 
 
@@ -374,9 +394,10 @@ class Answering:
         line, _ = self._socket.accept()
         with line:
             request = line.recv(1 << 16).decode("latin-1")
-            number = request.split("x-rollway-number: ")[1].split("\r\n")[0]
-            body, mac = self._answer(number)
-            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nx-rollway-mac: {mac}\r\n"
+            order = request.split(f"{ORDER_HEADER}: ")[1].split("\r\n")[0]
+            body, headers = self._answer(json.loads(order)["number"])
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n"
+            head += "".join(f"{name}: {text}\r\n" for name, text in headers.items())
             head += f"x-padding: {'x' * 2000}\r\n\r\n"
             for part, data in (("head", head.encode()), ("body", body)):
                 pieces = [bytes([byte]) for byte in data] if part == self._slow else [data]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,8 @@ ARGS = {"logits-processors": "tests.stack.brake_in_engine:Brake"}
 
 
 def environment(brake: Path) -> dict[str, str]:
-    return {VARIABLE: str(brake), "PYTHONPATH": str(Path(__file__).parents[2])}
+    root = Path(__file__).parents[2]  # workers run the code of this checkout, whatever is installed
+    return {VARIABLE: str(brake), "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
 
 
 @contextmanager

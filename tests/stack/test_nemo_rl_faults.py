@@ -236,7 +236,7 @@ def test_a_refit_survives_a_frontend_that_restarts_or_says_so(
 
 CATALOG = """
     import sys
-    from rollway.weights.transports.nixl.catalog_http import CatalogServer
+    from rollway.weights.transports.nixl.catalog import CatalogServer
     print(CatalogServer(port=int(sys.argv[1]), secret=sys.argv[2]).url, flush=True)
 """
 

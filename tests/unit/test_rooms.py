@@ -43,7 +43,7 @@ MOST_LINES, MOST_MODULES = 50_000, 320
 
 BUDGET = {
     "base": (16, 2_510),
-    "cli": (15, 1_640),
+    "cli": (15, 1_630),
     "demo": (6, 690),
     "engine": (24, 4_190),
     "fleet": (22, 3_520),
@@ -57,7 +57,7 @@ BUDGET = {
     "rollout": (11, 1_820),
     "stack": (16, 3_460),
     "stack/ray": (10, 1_950),
-    "weights": (58, 11_130),
+    "weights": (55, 10_480),
 }
 """The most modules and lines of each package: what it has, as long as that is more than the plan of
 the code gives it. A package may shrink, and not grow; a new one needs an entry."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from rollway.cli.arguments import Parser, make_group, pick_fields
+from rollway.cli.arguments import Parser, make_group
 from rollway.cli.output import print_result, print_table
 from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.scenario import plan_scenario
@@ -15,11 +15,8 @@ from rollway.weights.planning.transfers import Plan, Total
 
 
 def plan(options: argparse.Namespace) -> int:
-    requested = pick_fields(Costs, options)
-    costs = Costs(**{name: value for name, value in requested.items() if value is not None})
-    scenario = plan_scenario(
-        options.model, options.source, options.target, costs, arity=options.arity
-    )
+    costs = Costs(wire_gb_per_s=options.wire)
+    scenario = plan_scenario(options.model, options.source, options.target, costs)
     print_result(options, scenario.as_json(), lambda _: _print_plan(scenario))
     return 0
 
@@ -46,9 +43,6 @@ def _print_plan(scenario: Plan) -> None:
     )
     for reason, count in total.reasons.items():
         print(f"{decimal(count)} more than needed: {reason}")
-    for depth, level in enumerate(scenario.fanout):
-        edges = ", ".join(f"{edge.source or 'trainer'} -> {edge.receiver}" for edge in level)
-        print(f"fan-out, level {depth}: {edges}")
 
 
 def _describe_sources(total: Total) -> str:
@@ -65,12 +59,7 @@ def add_weights(parser: Parser) -> None:
     parser = add("plan", plan, "show which bytes would move, from where to where, and how")
     parser.add_argument("--model", type=Path, required=True, help="a checkpoint, or a config.json")
     parser.add_argument("--source", required=True, help="hf, fsdp:8, or megatron:tp=2,pp=1,ep=8")
-    parser.add_argument("--target", required=True, help="hf, or vllm:tp=2,ep=1,replicas=4")
-    for name, field, text in (
-        ("--wire", "wire_gb_per_s", "GB/s of a receiver"),
-        ("--pack", "pack_gb_per_s", "GB/s of copying at a source; 0: sources are only read"),
-        ("--unpack", "unpack_gb_per_s", "GB/s of copying at a receiver"),
-        ("--block", "block_seconds", "seconds of one block on the wire"),
-    ):
-        parser.add_argument(name, dest=field, type=float, metavar="N", help=text)
-    parser.add_argument("--arity", type=int, default=2, help="replicas that one serves (default 2)")
+    parser.add_argument("--target", required=True, help="hf, or vllm:tp=2,ep=1")
+    speed = Costs().wire_gb_per_s
+    text = f"GB/s of a receiver's network (default {speed:g})"
+    parser.add_argument("--wire", type=float, default=speed, metavar="N", help=text)

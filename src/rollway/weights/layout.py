@@ -272,7 +272,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     if not boxes[0].start:
         return boxes[0], boxes[1]
     # Sweep along the axis on which the boxes overlap least. Along another axis, each column of a
-    # matrix would be compared with all other columns: quadratic, which a hostile sidecar could use.
+    # matrix would be compared with all other columns: quadratic, which hostile shards could use.
     axis = min(range(len(boxes[0].start)), key=lambda a: _crowding(boxes, a))
     ordered = sorted(boxes, key=lambda box: (box.start[axis], box.start))
     for i, box in enumerate(ordered):

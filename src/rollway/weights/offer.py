@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,7 +19,7 @@ import msgspec
 from rollway.errors import WeightsError
 from rollway.signed_calls import SECRET, is_same, make_mac, read_stack_secret
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.layout import ELEMENT_BYTES
+from rollway.weights.layout import ELEMENT_BYTES, Box, Piece
 from rollway.weights.untrusted import MAX_DIMS, MAX_NAME, check_shape
 
 STILL = "still staging"  # A worker's answer while it has not received all weights
@@ -109,6 +109,17 @@ class PlacedBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at: Dims
     transposed: bool = False
 
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """The box's shape, as it is stored in the shard."""
+        shape = Box(self.start, self.stop).shape
+        return shape[::-1] if self.transposed else shape
+
+
+def list_boxes(pieces: Iterable[Piece]) -> tuple[PlacedBox, ...]:
+    """Return pieces of a tensor as they are listed in its entry."""
+    return tuple(PlacedBox(p.name, p.box.start, p.box.stop, p.at, p.transposed) for p in pieces)
+
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of a version: its dtype and shape, where its bytes start, and their digest."""
@@ -124,6 +135,12 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The boxes that a shard contains; empty if this is a Hugging Face tensor itself."""
     words: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
     """The checksum `word_sum`, where `digest` is another one."""
+
+    @property
+    def placed(self) -> tuple[PlacedBox, ...]:
+        """The boxes that it contains; a Hugging Face tensor contains all of itself."""
+        start = (0,) * len(self.shape)
+        return self.boxes or (PlacedBox(self.name, start, self.shape, start),)
 
     @property
     def word_sum(self) -> int | None:
@@ -192,7 +209,7 @@ def check_entries(entries: Sequence[Entry], nbytes: int) -> None:
 
 
 def _check_placed(entry: Entry, placed: PlacedBox) -> None:
-    """Raise unless the box is a box and has as many dimensions as its shard."""
+    """Raise unless the box is a box, has as many dimensions as its shard, and is inside of it."""
     dims = {len(placed.start), len(placed.stop), len(placed.at), len(entry.shape)}
     if (
         len(dims) > 1
@@ -202,3 +219,6 @@ def _check_placed(entry: Entry, placed: PlacedBox) -> None:
         raise WeightsError(
             f"{placed.name} cannot be stored in {entry.name} as the list says.", _PUBLISH_AGAIN
         )
+    ends = zip(placed.at, placed.extent, entry.shape, strict=True)
+    if any(start + extent > size for start, extent, size in ends):
+        raise WeightsError(f"{placed.name} is outside of {entry.name}, its shard.", _PUBLISH_AGAIN)

@@ -1,6 +1,6 @@
 """Read what another program wrote: plain files of limited size, strict JSON, safetensors, pickles.
 
-A checkpoint, a sidecar or a list of tensors may come from anywhere. A FIFO in place of a file would
+A checkpoint or a list of tensors may come from anywhere. A FIFO in place of a file would
 block the reader, a device would fill the memory, and deeply nested JSON would raise an error that
 no caller expects. The functions here raise `OSError` or `ValueError`, which the callers turn into
 errors for the user; `read_weight_file` raises `UsageError` itself, `read_pickle` `WeightsError`.

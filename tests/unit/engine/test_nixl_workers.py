@@ -20,7 +20,7 @@ from rollway.weights.planning.sources import fsdp_sources
 from rollway.weights.planning.targets import engine_ranks
 from rollway.weights.sources import HeldTensor, from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
-from rollway.weights.transports.nixl.catalog_http import CatalogServer, HttpCatalog
+from rollway.weights.transports.nixl.catalog import CatalogServer, HttpCatalog
 from tests.tensors import receive, same
 from tests.unit.engine.sliced_models import DENSE, MOE, engine
 from tests.unit.weights.megatron_plans import model_of

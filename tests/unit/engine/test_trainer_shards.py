@@ -33,7 +33,7 @@ from rollway.weights.offer import Offer
 from rollway.weights.sources import HeldTensor, from_module
 from rollway.weights.transports.base import Reader
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
-from rollway.weights.transports.nixl.catalog_http import CatalogServer
+from rollway.weights.transports.nixl.catalog import CatalogServer
 from rollway.weights.transports.shm import ShmPublisher, ShmReader, join_offers
 from tests.unit.engine.staging import parameters_of, stage
 from tests.unit.engine.vllm_models import Tensors, create_model, create_worker, use_ranks

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import StrEnum
+
 import torch
 
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Shape
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import MegatronModel, describe
 from rollway.weights.megatron.names import NameMap
-
-SMALL_MOE = ModelGeometry(
-    layers=2, hidden=4, heads=4, query_groups=2, head_dim=2, vocab=7, padded_vocab=8,
-    moe_ffn=4, experts=4,
-)  # fmt: skip
-QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
-
-
-def describe_small_moe() -> MegatronModel:
-    """Describe a small mixture of experts, held by eight ranks."""
-    return describe(
-        headers(hf_shapes(SMALL_MOE)), NameMap("qwen3_moe", SMALL_MOE), Topology(tp=2, ep=2, pp=2)
-    )
+from rollway.weights.megatron.pieces import MegatronModel
+from rollway.weights.planning.scenario import describe
 
 
 def hf_shapes(
@@ -103,3 +94,34 @@ def _mlp(prefix: str, ffn: int, hidden: int) -> dict[str, Shape]:
         f"{prefix}up_proj": (ffn, hidden),
         f"{prefix}down_proj": (hidden, ffn),
     }
+
+
+class Norms(StrEnum):
+    """Where Megatron keeps the norms before attention and MLP."""
+
+    FUSED = "fused"  # In the linear layer that follows, as Transformer Engine does
+    SEPARATE = "separate"
+
+
+class Experts(StrEnum):
+    """Megatron's module for the local experts."""
+
+    GROUPED = ".experts.linear_fc"
+    SEQUENTIAL = ".experts.local_experts."
+    LEGACY = ".experts.weight"
+
+
+def describe_as(
+    hf: Mapping[str, TensorHeader],
+    names: NameMap,
+    topology: Topology,
+    *,
+    norms: Norms = Norms.FUSED,
+    experts: Experts = Experts.GROUPED,
+) -> MegatronModel:
+    """Describe a trainer that is built from these modules of Megatron's."""
+    others = [kind for kind in Experts if kind is not experts]
+    chosen = [name for name in names.table if not any(mark in name for mark in others)]
+    fused = [name for name in chosen if ".layer_norm_" in name and norms is Norms.FUSED]
+    templates = [*fused, *(name for name in chosen if ".layer_norm_" not in name)]
+    return describe(hf, names, topology, templates)

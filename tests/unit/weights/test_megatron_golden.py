@@ -1,7 +1,7 @@
 """Shards that Rollway makes from a checkpoint equal those of Megatron-Core, byte by byte.
 
 `tests/data/megatron` holds digests of those shards; with ROLLWAY_MEGATRON_SHARDS, a directory of
-the shards themselves, they are also translated as they are.
+the shards themselves, they are also received as they are.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollway.weights import sidecar
 from rollway.weights.checkpoint import read_headers
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import MegatronModel, Norms, describe
 from rollway.weights.megatron.names import NameMap, Parameter, classify
-from rollway.weights.megatron.tensors import from_hf, to_hf
+from rollway.weights.megatron.pieces import MegatronModel
+from tests.unit.weights.megatron_models import Norms, describe_as
+from tests.unit.weights.megatron_shards import from_hf, to_hf
 
 DATA = Path(__file__).parents[2] / "data" / "megatron"
 GOLDEN = sorted(path.stem for path in DATA.glob("*_w*.json"))
@@ -38,7 +38,7 @@ def _described(topology: str, data: Path) -> tuple[Path, MegatronModel]:
     config = json.loads((checkpoint / "config.json").read_text())
     names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
     headers = read_headers(checkpoint)
-    return checkpoint, describe(
+    return checkpoint, describe_as(
         headers, names, Topology(tp, pp, ep, etp, world), norms=Norms.SEPARATE
     )
 
@@ -71,11 +71,10 @@ def test_shards_made_from_a_checkpoint_are_those_of_megatron(topology: str) -> N
 
 
 @pytest.mark.parametrize("topology", GOLDEN)
-def test_shards_and_their_sidecar_give_the_checkpoint(topology: str) -> None:
+def test_a_worker_makes_the_checkpoint_from_the_shards(topology: str) -> None:
     checkpoint, model = _described(topology, DATA)
     truth = load_file(checkpoint / "model.safetensors")
-    received = sidecar.load(sidecar.dump(model, len(model.ranks)))
-    _check_same(dict(to_hf(received, from_hf(truth, model))), truth)
+    _check_same(dict(to_hf(model, from_hf(truth, model))), truth)
 
 
 @pytest.mark.parametrize("topology", GOLDEN)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.transports.nixl import modelexpress
-from rollway.weights.transports.nixl.catalog import Listing, MemoryCatalog, NotYet
-from rollway.weights.transports.nixl.catalog_http import CatalogServer, open_catalog
+from rollway.weights.transports.nixl.catalog import CatalogServer, Listing, MemoryCatalog, NotYet
 from rollway.weights.transports.nixl.modelexpress import (
     ModelExpressCatalog,
     Recorder,
@@ -22,6 +21,7 @@ from rollway.weights.transports.nixl.modelexpress import (
     State,
     decode,
     encode,
+    open_catalog,
 )
 from tests.modelexpress_server import ModelExpressServer, make_messages
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from rollway.errors import UsageError
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import Experts, Norms, describe
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.sources import megatron_sources
 from rollway.weights.planning.targets import engine_ranks, engine_targets
+from tests.unit.weights.megatron_models import Experts, Norms, describe_as
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
 from tests.unit.weights.planned import carried_out, expected
 
@@ -52,11 +52,11 @@ def test_any_topology_to_any_engine(
     model, headers = model_of(config)
     geometry = replace(ModelGeometry.from_hf_config(config), padded_vocab=32)
     names = NameMap(config["model_type"], geometry)
-    described = describe(headers, names, topology, norms=norms, experts=experts)
+    described = describe_as(headers, names, topology, norms=norms, experts=experts)
     sources = megatron_sources(described)
     ranks = engine_ranks(config, *engine)
     wanted = engine_targets(ranks, headers)
-    result = plan(sources, [Receiver(f"r{n}") for n in range(len(ranks))], wanted, costs)
+    result = plan(sources, [f"r{n}" for n in range(len(ranks))], wanted, costs)
     for rank, mine in enumerate(carried_out(result, sources, model, wanted)):
         for target, values in expected(model, wanted, rank).items():
             np.testing.assert_array_equal(mine[target], values, err_msg=target)
@@ -65,7 +65,7 @@ def test_any_topology_to_any_engine(
 def test_the_error_names_a_tensor_of_a_missing_stage() -> None:
     _, headers = model_of(DENSE)
     names = NameMap("qwen2", ModelGeometry.from_hf_config(DENSE))
-    sources = megatron_sources(describe(headers, names, Topology(pp=2)))
+    sources = megatron_sources(describe_as(headers, names, Topology(pp=2)))
     wanted = engine_targets(engine_ranks(DENSE), headers)
     with pytest.raises(UsageError, match=r"No source holds model\.layers\.1\."):
-        plan(sources[:1], [Receiver("r")], wanted)
+        plan(sources[:1], ["r"], wanted)

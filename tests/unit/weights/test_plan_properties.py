@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.weights.layout import Box, Piece
-from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.sources import Source, source_from_pieces
 from rollway.weights.planning.targets import (
@@ -35,7 +35,7 @@ COSTS = [
 def assert_exact(
     sources: list[Source], ranks: int, wanted: Targets, model: Model, c: Costs
 ) -> None:
-    receivers = [Receiver(f"engine{rank}") for rank in range(ranks)]
+    receivers = [f"engine{rank}" for rank in range(ranks)]
     result = plan(sources, receivers, wanted, c)
     for rank, mine in enumerate(carried_out(result, sources, model, wanted)):
         should = expected(model, wanted, rank)

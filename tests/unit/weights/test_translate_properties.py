@@ -1,24 +1,27 @@
-"""For any model and topology, to Megatron's ranks and back is the identity, also by a sidecar."""
+"""For any model and topology, to Megatron's ranks and back is the identity."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollway.errors import UsageError
-from rollway.weights import sidecar
 from rollway.weights.layout import Shape
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import Experts, MegatronModel, Norms, describe
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.megatron.pieces import pieces
-from rollway.weights.megatron.tensors import from_hf, to_hf
-from tests.unit.weights.megatron_models import headers, hf_shapes, numbered
+from rollway.weights.megatron.pieces import MegatronModel, pieces
+from tests.unit.weights.megatron_models import (
+    Experts,
+    Norms,
+    describe_as,
+    headers,
+    hf_shapes,
+    numbered,
+)
+from tests.unit.weights.megatron_shards import from_hf, to_hf
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
         mixtral=mixtral,
     )
     world = math.lcm(tp, ep * etp) * pp * draw(st.integers(1, 2))
-    model = describe(
+    model = describe_as(
         headers(shapes),
         NameMap("mixtral" if mixtral else "qwen3_moe", geometry),
         Topology(tp, pp, ep, etp, world),
@@ -76,9 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=150)
 def test_to_megatron_and_back_is_the_identity(case: Case) -> None:
     truth = numbered(case.shapes)
-    received = sidecar.load(sidecar.dump(case.model, len(case.model.ranks)))
-    assert received == case.model
-    back = dict(to_hf(received, from_hf(truth, case.model)))
+    back = dict(to_hf(case.model, from_hf(truth, case.model)))
     assert back.keys() == truth.keys()
     assert all(torch.equal(back[name], truth[name]) for name in truth)
 
@@ -94,21 +95,3 @@ def test_every_tensor_is_published_by_one_of_its_holders(case: Case) -> None:
                 for piece in pieces(shard, layout.names[name], model.geometry):
                     claims[piece.name] += piece.box.elements
     assert claims == {name: math.prod(shape) for name, shape in case.shapes.items()}
-
-
-@given(cases(), st.data())
-@settings(max_examples=50)
-def test_a_missing_rank_without_replica_is_an_error(case: Case, data: st.DataObject) -> None:
-    ranks = case.model.ranks
-    lost = data.draw(st.sampled_from(sorted(ranks)))
-    position = ranks[lost].position
-    left = {rank: layout for rank, layout in ranks.items() if rank != lost}
-    replicas = [
-        layout.position
-        for layout in left.values()
-        if (layout.position.pp, layout.position.tp) == (position.pp, position.tp)
-    ]
-    partial = replace(case.model, ranks=left)
-    if not replicas:  # else its experts may have been lost, and that depends on the case
-        with pytest.raises(UsageError):
-            partial.check_whole()

@@ -23,7 +23,7 @@ _LIMITS = {
 """The smallest and the largest size. The largest are far above any model; those of layers, heads
 and experts decide how many tensors and parts are listed in memory."""
 _MAX_EXPERTS = 1 << 20  # Experts of all layers together
-_CHECK_CONFIG = "Check the model's config or sidecar."
+_CHECK_CONFIG = "Check the model's config."
 
 
 @dataclass(frozen=True)
@@ -125,29 +125,6 @@ class ModelGeometry:
                 f"The model's config.json has a size that is no whole number ({error}).",
                 "Save the model's config again.",
             ) from error
-
-    @classmethod
-    def from_megatron_config(
-        cls, config: Any, *, vocab: int, tied_embeddings: bool
-    ) -> ModelGeometry:
-        """Read the sizes from a `TransformerConfig`.
-
-        It lacks two facts: the vocabulary without padding, and whether the embeddings are tied."""
-        experts = config.num_moe_experts or 0
-        return cls(
-            layers=config.num_layers,
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            query_groups=config.num_query_groups or config.num_attention_heads,
-            head_dim=config.kv_channels,
-            vocab=vocab,
-            ffn=config.ffn_hidden_size or 0,
-            moe_ffn=(config.moe_ffn_hidden_size or config.ffn_hidden_size) if experts else 0,
-            experts=experts,
-            tied_embeddings=tied_embeddings,
-            attention_output_gate=bool(getattr(config, "attention_output_gate", False)),
-            gated=bool(config.gated_linear_unit),
-        )
 
 
 def _read_first(config: Mapping[str, Any], *names: str) -> int:

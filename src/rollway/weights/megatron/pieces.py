@@ -11,25 +11,47 @@ computed once, without names (`cuts`), and `pieces` adds the names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from rollway.errors import UsageError
-from rollway.weights.layout import Box, Piece, Placed, Role, Shape, Shard, join_neighbours
+from rollway.weights.layout import (
+    Box,
+    Piece,
+    Placed,
+    Role,
+    Shape,
+    Shard,
+    join_neighbours,
+    publishes,
+)
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 
 _BY_TENSOR_RANK = {Role.QKV_COLUMN, Role.GATED_MLP_COLUMN, Role.COLUMN, Role.VOCAB_PARALLEL}
 _NOT_FUSED = {Role.COLUMN, Role.ROW, Role.REPLICATED, Role.EXPERT_ROW}
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """Ranks of one `group` hold the same part of a tensor: this is number `index` of `count`."""
+@dataclass(frozen=True)
+class RankLayout:
+    """What one rank holds, by Megatron's names."""
 
-    group: Shape
-    index: int
-    count: int
+    position: Position
+    shards: Mapping[str, Shard]
+    names: Mapping[str, tuple[str, ...]]
+    """The Hugging Face tensors in each shard, in the order that `pieces` expects."""
+
+    def owns(self, name: str) -> bool:
+        """Return whether this rank is the replica that publishes its shard."""
+        return publishes(name, *find_replica(self.shards[name], self.position))
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """All ranks of a trainer."""
+
+    geometry: ModelGeometry
+    ranks: Mapping[int, RankLayout] = field(default_factory=dict)
 
 
 def pieces(shard: Shard, hf_names: Sequence[str], geometry: ModelGeometry) -> list[Piece]:
@@ -51,16 +73,6 @@ def cuts(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Placed, ...
         return ()
     try:
         return _cuts(shard.role, is_legacy(shard.name), count, shard.shape, shard.box, geometry)
-    except _Misfit as error:
-        raise _report(shard, error) from error
-
-
-def hf_shapes(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Shape, ...]:
-    """Return the whole shapes of the `count` Hugging Face tensors that `shard` is a part of."""
-    if not count:
-        return ()
-    try:
-        return _hf_shapes(shard.role, is_legacy(shard.name), count, shard.shape, geometry)
     except _Misfit as error:
         raise _report(shard, error) from error
 
@@ -112,17 +124,15 @@ def sharding(
     return None, 0, 1
 
 
-def replica(shard: Shard, position: Position) -> Replica:
-    """Return which ranks hold the same bytes as this one, and this rank's number among them."""
-    axis, rank, size = sharding(shard.role, is_legacy(shard.name), len(shard.shape), position)
-    expert = shard.role in (Role.EXPERT_COLUMN, Role.EXPERT_ROW)
-    group: Shape = (position.pp, position.ep) if expert else (position.pp,)
-    index, count = (position.edp, position.edp_size) if expert else (position.dp, position.dp_size)
-    if axis is not None:
-        return Replica((*group, rank), index, count)
-    # Not sharded: the tensor ranks are replicas of each other as well.
-    rank, size = (position.etp, position.etp_size) if expert else (position.tp, position.tp_size)
-    return Replica(group, rank + size * index, size * count)
+def find_replica(shard: Shard, position: Position) -> tuple[int, int]:
+    """Return this rank's number among those that hold the same bytes, and how many they are."""
+    axis, _, _ = sharding(shard.role, is_legacy(shard.name), len(shard.shape), position)
+    if shard.role in (Role.EXPERT_COLUMN, Role.EXPERT_ROW):
+        index, count, rank, size = position.edp, position.edp_size, position.etp, position.etp_size
+    else:
+        index, count, rank, size = position.dp, position.dp_size, position.tp, position.tp_size
+    # Where it is not sharded, the tensor ranks are replicas of each other as well.
+    return (rank + size * index, size * count) if axis is None else (index, count)
 
 
 class _Misfit(Exception):

@@ -1,29 +1,23 @@
-"""The tensors of Megatron ranks: read them from a running model, and convert them.
+"""Read what a rank of a running Megatron model holds, under Hugging Face names.
 
 With a virtual pipeline, a rank has several chunks, each with a layer 0, and only the layer module
 knows its global number. So the layers of a running model have global numbers here.
-
-`to_hf` and `from_hf` move every element by slicing, one copy per box, on the device of the tensors.
-`to_hf` makes one tensor at a time, so it needs little memory beside the shards. A `Translation`
-overwrites the tensors of the step before, which needs few Python calls per step.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rollway.errors import UsageError
-from rollway.weights.copies import Copies, copy_all
 from rollway.weights.digest.checksums import dtype_name
-from rollway.weights.layout import Placed, Role, Shape, Shard
+from rollway.weights.layout import Role, Shape
 from rollway.weights.megatron.geometry import ModelGeometry, Position
-from rollway.weights.megatron.model import MegatronModel, Part, RankLayout
 from rollway.weights.megatron.names import (
     NameMap,
     Parameter,
@@ -32,10 +26,9 @@ from rollway.weights.megatron.names import (
     name_experts,
     plain_name,
 )
-from rollway.weights.megatron.pieces import cuts, hf_shapes, is_legacy, local_view, pieces, place
+from rollway.weights.megatron.pieces import RankLayout, local_view, pieces, place
 from rollway.weights.sources import HeldTensor
 
-Tensors = Mapping[str, torch.Tensor]
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.|$)")
 _WEIGHT_BUFFERS = ("expert_bias",)  # Buffers that are weights; all others are counters and states
 _GROUPS = {
@@ -102,7 +95,7 @@ def read_rank(
     skipped: str = "",
     experts: str = "",
 ) -> tuple[RankLayout, dict[str, torch.Tensor]]:
-    """Return this rank's layout, for a sidecar, and its local tensors by name.
+    """Return this rank's layout and its local tensors by name.
 
     The parameters are those of `from_megatron`. Tensors without a Hugging Face counterpart (the
     second copy of tied embeddings) are left out."""
@@ -193,155 +186,3 @@ def _find_role(
         getattr(tensor, "partition_stride", None),
     )
     return classify(parameter, gated=geometry.gated, overrides=overrides)
-
-
-# --- conversion --------------------------------------------------------------------------------
-
-
-def to_hf(
-    model: MegatronModel, tensors: Mapping[int, Tensors], out: Tensors | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each Hugging Face tensor with its name, made from the ranks' local tensors.
-
-    Parameters:
-        model: the layout of all ranks.
-        tensors: the local tensors by rank and by Megatron's name.
-        out: tensors to write to, by Hugging Face name: memory that was used before is faster than
-            new memory. Without one, a tensor that is contiguous in one shard is a view of it.
-
-    Raises `UsageError` if a rank lacks a tensor, or shapes or dtypes do not fit.
-    """
-    for name, shape, _, parts in model.parts():
-        views = [_view_part(model, tensors, part) for part in parts]
-        whole = out.get(name) if out else None
-        if whole is None and len(parts) == 1:
-            yield name, views[0].contiguous()
-            continue
-        if whole is None:
-            whole = torch.empty(shape, dtype=views[0].dtype, device=views[0].device)
-        copy_all(_pair(name, shape, whole, parts, views))
-        yield name, whole
-
-
-class Translation:
-    """A conversion to Hugging Face tensors that is repeated for every step.
-
-    The copies are planned once, and on a GPU the many small ones run together. The addresses of
-    all tensors must not change. The parameters are those of `to_hf`; `out` has every tensor."""
-
-    def __init__(self, model: MegatronModel, tensors: Mapping[int, Tensors], out: Tensors) -> None:
-        self._copies = Copies()
-        for name, shape, _, parts in model.parts():
-            if name not in out:
-                raise UsageError(
-                    f"There is no tensor that {name} could be written to.", "Add it to `out`."
-                )
-            views = [_view_part(model, tensors, part) for part in parts]
-            for target, source in _pair(name, shape, out[name], parts, views):
-                self._copies.add(target, source)
-
-    def run(self) -> None:
-        """Overwrite all of `out`; on a GPU, enqueue the copies on its current stream."""
-        self._copies.run()
-
-
-def _pair(
-    name: str, shape: Shape, whole: torch.Tensor, parts: list[Part], views: list[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the (target, source) views whose copies fill `whole`."""
-    if tuple(whole.shape) != shape:
-        raise UsageError(
-            f"{name} has the shape {list(shape)}, not {list(whole.shape)}.",
-            "Give a tensor of the shape that Hugging Face has.",
-        )
-    pairs = []
-    for part, view in zip(parts, views, strict=True):
-        if whole.dtype != view.dtype:
-            raise UsageError(
-                f"{part.source} of rank {part.rank} has {view.dtype}; {name} is {whole.dtype}.",
-                "Use the same dtype on both sides.",
-            )
-        pairs.append((whole[part.cut.box.slices], view))
-    return pairs
-
-
-def from_hf(hf: Tensors, model: MegatronModel) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the local tensors of every rank, made from whole Hugging Face tensors.
-
-    `rank_from_hf` describes parameters and errors."""
-    return {rank: rank_from_hf(hf, model, rank) for rank in model.ranks}
-
-
-def rank_from_hf(hf: Tensors, model: MegatronModel, rank: int) -> dict[str, torch.Tensor]:
-    """Return the local tensors of one rank by Megatron's names; rows of padding are zero.
-
-    Parameters:
-        hf: whole Hugging Face tensors by name.
-        model: the layout of the trainer.
-        rank: the rank whose tensors are made.
-
-    Raises `UsageError` if a tensor is missing or has a shape that does not fit.
-    """
-    layout, local = model.ranks[rank], {}
-    for name, shard in layout.shards.items():
-        hf_names = layout.names[name]
-        _check_shapes(hf, shard, hf_names, model.geometry)
-        if not hf_names:
-            raise UsageError(
-                f"Rank {rank} has {name}, which Hugging Face has no tensor for.",
-                "Copy it from the tensor that it is tied to.",
-            )
-        first = hf[hf_names[0]]
-        tensor = torch.empty(shard.box.shape, dtype=first.dtype, device=first.device)
-        boxes = cuts(shard, len(hf_names), model.geometry)
-        if sum(cut.box.elements for cut in boxes) < shard.box.elements:
-            tensor.zero_()
-        for cut in boxes:
-            _view(tensor, cut).copy_(hf[hf_names[cut.tensor]][cut.box.slices])
-        local[name] = tensor.view(_megatron_shape(shard, model.geometry))
-    return local
-
-
-def _view_part(model: MegatronModel, tensors: Mapping[int, Tensors], part: Part) -> torch.Tensor:
-    """Return the view of a part in its rank's tensor."""
-    shard = model.ranks[part.rank].shards[part.source]
-    tensor = tensors.get(part.rank, {}).get(part.source)
-    if tensor is None:
-        raise UsageError(
-            f"Rank {part.rank} lacks {part.source}.", "Give all local tensors of all ranks."
-        )
-    if tuple(tensor.shape) not in (shard.box.shape, _megatron_shape(shard, model.geometry)):
-        raise UsageError(
-            f"{part.source} of rank {part.rank} has the shape {list(tensor.shape)} instead of "
-            f"{list(shard.box.shape)}.",
-            "Check the parallel sizes in the layout.",
-        )
-    return _view(tensor.reshape(shard.box.shape), part.cut)
-
-
-def _megatron_shape(shard: Shard, geometry: ModelGeometry) -> Shape:
-    """Return the shape that Megatron gives the tensor; see `local_view`."""
-    if is_legacy(shard.name) and shard.name.endswith("weight1"):
-        return geometry.hidden, shard.box.elements // geometry.hidden
-    return shard.box.shape
-
-
-def _view(local: torch.Tensor, cut: Placed) -> torch.Tensor:
-    """Return the view of a cut in a local tensor, with the axes as Hugging Face has them."""
-    view = local[cut.destination.slices]
-    return view.t() if cut.transposed else view
-
-
-def _check_shapes(
-    hf: Tensors, shard: Shard, names: tuple[str, ...], geometry: ModelGeometry
-) -> None:
-    for name, shape in zip(names, hf_shapes(shard, len(names), geometry), strict=True):
-        if name not in hf:
-            raise UsageError(
-                f"There is no {name}, which {shard.name} is made from.", "Give all tensors."
-            )
-        if tuple(hf[name].shape) != shape:
-            raise UsageError(
-                f"{name} has the shape {list(hf[name].shape)}; {shard.name} needs {list(shape)}.",
-                "Check that the checkpoint and the layout are of the same model.",
-            )

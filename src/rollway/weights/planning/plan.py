@@ -21,22 +21,14 @@ from typing import Any
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, find_overlap, place_at
 from rollway.weights.planning.recipe import Costs, Missing, UnitTarget, check_fits, make_steps
-from rollway.weights.planning.sources import ANYWHERE, Holding, Place, ResidentTensor, Source
+from rollway.weights.planning.sources import Holding, ResidentTensor, Source
 from rollway.weights.planning.targets import Parts, TargetPart, Targets
-from rollway.weights.planning.transfers import Holders, Plan, Recipe, Total, Unit
-
-
-@dataclass(frozen=True, slots=True)
-class Receiver:
-    """A rank that receives weights."""
-
-    name: str
-    place: Place = ANYWHERE
+from rollway.weights.planning.transfers import Plan, Recipe, Total, Unit
 
 
 def plan(
     sources: Sequence[Source],
-    receivers: Sequence[Receiver],
+    receivers: Sequence[str],
     targets: Targets,
     costs: Costs | None = None,
 ) -> Plan:
@@ -44,7 +36,7 @@ def plan(
 
     Parameters:
         sources: the ranks that can be read.
-        receivers: the ranks that receive, in the order of `TargetPart`s in `targets`.
+        receivers: the names of the ranks that receive, in the order of the parts in `targets`.
         targets: which part of which tensor goes into which parameter.
         costs: speeds of the machines, for the choice of methods.
 
@@ -52,7 +44,7 @@ def plan(
     if a name is used twice.
     """
     _check_names("source", [source.name for source in sources])
-    _check_names("receiver", [receiver.name for receiver in receivers])
+    _check_names("receiver", list(receivers))
     _check_targets(receivers, targets)
     finder = _RecipeFinder(sources, receivers, targets, costs or Costs())
     for names, holders in _group_units(sources, targets):
@@ -72,7 +64,7 @@ def _check_names(kind: str, names: list[str]) -> None:
         )
 
 
-def _check_targets(receivers: Sequence[Receiver], targets: Targets) -> None:
+def _check_targets(receivers: Sequence[str], targets: Targets) -> None:
     """Refuse targets that write an element twice, or beyond their parameter."""
     writers: dict[str, list[tuple[str, Parts]]] = {}
     for name, several in targets.items():
@@ -92,7 +84,7 @@ def _check_targets(receivers: Sequence[Receiver], targets: Targets) -> None:
             continue
         seen.add(key)
         for number, receiver in enumerate(receivers):
-            _check_parameter(parameter, receiver.name, [(n, parts[number]) for n, parts in mine])
+            _check_parameter(parameter, receiver, [(n, parts[number]) for n, parts in mine])
 
 
 def _check_parameter(
@@ -180,7 +172,7 @@ class _RecipeFinder:
     """Finds the recipe of each unit; units of equal geometry share one."""
 
     sources: Sequence[Source]
-    receivers: Sequence[Receiver]
+    receivers: Sequence[str]
     targets: Targets
     costs: Costs
     recipes: dict[Any, Recipe] = field(default_factory=dict)
@@ -238,14 +230,9 @@ class _RecipeFinder:
                     _check_dtype(names[tensor], holding.dtype, target.dtype, same[0][1])
         ranks = tuple(tuple(rank for rank, _, _ in same) for same in groups)
         steps = []
-        for number, receiver in enumerate(self.receivers):
-            distance = [
-                -max(receiver.place.nearness(self.sources[rank].place) for rank in same)
-                for same in ranks
-            ]
-            order = sorted(range(len(ranks)), key=distance.__getitem__)
+        for number in range(len(self.receivers)):
             try:
-                steps.append(make_steps(number, holdings, order, targets, self.costs))
+                steps.append(make_steps(number, holdings, targets, self.costs))
             except Missing as error:
                 raise _report_missing(names[error.tensor], error.box) from error
         return Recipe(steps, ranks)
@@ -269,39 +256,31 @@ def _check_dtype(name: str, held: str, needed: str, source: str) -> None:
 
 
 def _share_out(
-    recipes: Sequence[Recipe], sources: Sequence[Source], receivers: Sequence[Receiver]
+    recipes: Sequence[Recipe], sources: Sequence[Source], receivers: Sequence[str]
 ) -> dict[str, Total]:
-    """Choose among sources that hold the same: the nearest, and of these the least busy."""
+    """Choose the least busy of the sources that hold the same."""
     steps = [
-        (_find_nearest(receiver, recipe.ranks[step.holding], sources), recipe, number, place)
+        (recipe, number, place)
         for recipe in recipes
-        for number, receiver in enumerate(receivers)
-        for place, step in enumerate(recipe.steps[number])
+        for number in range(len(receivers))
+        for place in range(len(recipe.steps[number]))
     ]
     # Steps without a choice come first, so that the others can avoid the sources they load.
-    steps.sort(key=lambda step: len(step[0]))
-    totals = {receiver.name: Total() for receiver in receivers}
+    steps.sort(key=lambda step: len(step[0].ranks[step[0].steps[step[1]][step[2]].holding]))
+    totals = {receiver: Total() for receiver in receivers}
     busy = [0] * len(sources)
-    for places, recipe, number, place in steps:
+    for recipe, number, place in steps:
         step, count = recipe.steps[number][place], len(recipe.units)
-        ranks = [recipe.ranks[step.holding][p] for p in places]
+        ranks = recipe.ranks[step.holding]
         shares = _balance(count, step.choice.moved, [busy[rank] for rank in ranks])
-        recipe.holders[number, place] = Holders(places, tuple(accumulate(shares)))
-        total = totals[receivers[number].name]
+        recipe.holders[number, place] = tuple(accumulate(shares))
+        total = totals[receivers[number]]
         total.add(step, count)
         for rank, share in zip(ranks, shares, strict=True):
             if share:
                 busy[rank] += share * step.choice.moved
                 total.sources[sources[rank].name] += share * step.choice.moved
     return totals
-
-
-def _find_nearest(
-    receiver: Receiver, ranks: tuple[int, ...], sources: Sequence[Source]
-) -> tuple[int, ...]:
-    """Return the positions in `ranks` of those nearest to the receiver."""
-    near = [receiver.place.nearness(sources[rank].place) for rank in ranks]
-    return tuple(place for place, nearness in enumerate(near) if nearness == max(near))
 
 
 def _balance(units: int, size: int, busy: list[int]) -> list[int]:

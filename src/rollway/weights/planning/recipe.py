@@ -113,18 +113,17 @@ class Missing(Exception):
 def make_steps(
     receiver: int,
     holdings: Sequence[Holding],
-    order: Sequence[int],
     targets: Sequence[UnitTarget],
     costs: Costs,
 ) -> tuple[Step, ...]:
-    """Return what this receiver reads; `order` lists the holdings by preference."""
+    """Return what this receiver reads."""
     cuts: dict[int, list[Placed]] = {}
     shapes: dict[int, Shape] = {}
     for tensor, parameter, target in targets:
         part = target.parts[receiver]
         if part is not None:
             shapes[parameter] = part.shape
-            for number, held, common in _cover(tensor, part.box, holdings, order):
+            for number, held, common in _cover(tensor, part.box, holdings):
                 cut = _connect(parameter, part, held, common)
                 cuts.setdefault(number, []).append(cut)
     return tuple(
@@ -134,12 +133,12 @@ def make_steps(
 
 
 def _cover(
-    tensor: int, needed: Box, holdings: Sequence[Holding], order: Sequence[int]
+    tensor: int, needed: Box, holdings: Sequence[Holding]
 ) -> Iterator[tuple[int, Placed, Box]]:
     """Cover a box with boxes of one holding after the other, until nothing is left of it."""
     left = [needed] if needed.elements else []
-    for number in order:
-        for held in holdings[number].held:
+    for number, holding in enumerate(holdings):
+        for held in holding.held:
             if not left:
                 return
             if held.tensor != tensor:

@@ -1,136 +1,90 @@
 """Plan from a short description: `megatron:tp=2,ep=8` to `vllm:tp=2`, for a model on disk.
 
-A `config.json` is enough: the tensors of the Llama and Qwen families (dense and mixtures of
-experts) follow from it, also for models that would not fit on this machine.
+Neither has to run. A `config.json` is enough: the tensors of the Llama and Qwen families (dense and
+mixtures of experts) follow from it, also for models that would not fit on this machine. What the
+ranks of a Megatron trainer hold of them follows from its parallel sizes (`describe`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader, read_config, read_headers
-from rollway.weights.layout import Shape
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
-from rollway.weights.megatron.model import describe
-from rollway.weights.megatron.names import NameMap
-from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.layout import Box, Role, Shape, Shard
+from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
+from rollway.weights.megatron.names import NameMap, role_of_name
+from rollway.weights.megatron.pieces import MegatronModel, RankLayout, is_legacy, sharding
+from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
-from rollway.weights.planning.targets import Target, engine_ranks, engine_targets, hf_target
-from rollway.weights.planning.transfers import Edge, Plan
+from rollway.weights.planning.targets import engine_ranks, engine_targets, hf_target
+from rollway.weights.planning.transfers import Plan
 
-_SOURCES = "hf, fsdp:8, or megatron:tp=2,pp=1,ep=8,etp=1"
-_TARGETS = "hf, or vllm:tp=2,ep=1"
+_SOURCES = {
+    "hf": (),
+    "fsdp": ("ranks",),
+    "megatron": ("tp", "pp", "ep", "etp", "world", "padded_vocab"),
+}
+_TARGETS = {"hf": (), "vllm": ("tp", "ep")}
+"""The sizes that a layout may have; the one without a name is `ranks`."""
 _QK_NORM = ("qwen3", "qwen3_moe")
 _QKV_BIAS = ("qwen2", "qwen2_moe")
 _KNOWN = ("llama", "mistral", *_QK_NORM, *_QKV_BIAS)
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_FUSED_NORM = ".layer_norm_"
+_OTHER_EXPERTS = (".experts.local_experts.", ".experts.weight")
 Config = Mapping[str, Any]
 Headers = dict[str, TensorHeader]
 
 
-def plan_scenario(
-    model: Path, source: str, target: str, costs: Costs | None = None, *, arity: int = 2
-) -> Plan:
-    """Plan how a trainer laid out as `source` would refit engines laid out as `target`.
+def plan_scenario(model: Path, source: str, target: str, costs: Costs | None = None) -> Plan:
+    """Plan how a trainer laid out as `source` would refit one engine laid out as `target`.
 
     Parameters:
         model: a checkpoint directory, or a `config.json`.
         source: hf, fsdp:RANKS, or megatron:tp=..,pp=..,ep=..,etp=..
-        target: hf, or vllm:tp=..,ep=..,replicas=..
+        target: hf, or vllm:tp=..,ep=..
         costs: speeds of the machines.
-        arity: how many other replicas each replica serves, if there are several.
     """
+    kind, sizes = _parse(target, _TARGETS)
     config, headers = read_model(model)
-    kind, sizes = _parse(target)
-    replicas = sizes.pop("replicas", 1)
-    if replicas < 1 or arity < 1:
-        raise UsageError(
-            f"{replicas} replicas that serve {arity} others each cannot be.", "Use 1 or more."
-        )
-    receivers, targets = _make_targets(kind, sizes, target, config, headers)
-    result = plan(_make_sources(source, config, headers), receivers, targets, costs)
-    if replicas > 1:
-        result.fanout = _fan_out(replicas, arity)
-    return result
+    sources = _make_sources(source, config, headers)
+    if kind == "hf":
+        return plan(sources, ["receiver"], hf_target(headers), costs)
+    ranks = engine_ranks(config, **sizes)
+    receivers = [f"rank{number}" for number in range(len(ranks))]
+    return plan(sources, receivers, engine_targets(ranks, headers), costs)
 
 
-def _fan_out(replicas: int, arity: int) -> list[list[Edge]]:
-    """Return the order in which replicas serve each other: the trainer serves the first one."""
-    waiting = [f"replica{number}" for number in range(replicas)]
-    levels = [[Edge(None, waiting.pop(0))]]
-    while waiting:
-        servers = [edge.receiver for edge in levels[-1]]
-        # Every server gets one receiver before any gets a second: the last level is rarely full.
-        turns = [server for _ in range(arity) for server in servers]
-        level = [Edge(server, name) for server, name in zip(turns, waiting, strict=False)]
-        levels.append(level)
-        waiting = waiting[len(level) :]
-    return levels
-
-
-def _parse(spec: str) -> tuple[str, dict[str, int]]:
+def _parse(spec: str, kinds: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, int]]:
     """Parse `kind:a=1,b=2`, or `kind:8` for a number of ranks."""
     kind, _, rest = spec.partition(":")
+    if kind not in kinds:
+        raise UsageError(f"`{spec}` is no layout that Rollway knows.", f"Use {', '.join(kinds)}.")
     sizes = {}
     for word in filter(None, rest.split(",")):
-        name, equals, number = word.partition("=")
-        if not equals:
-            name, number = "ranks", word
-        try:
-            sizes[name.strip()] = int(number)
-        except ValueError:
-            raise UsageError(
-                f"`{word}` in `{spec}` is not a size.", "Write for example tp=2."
-            ) from None
-    return kind.strip(), sizes
+        name, _, number = word.rpartition("=")
+        name = name or "ranks"
+        if name not in kinds[kind] or not number.isdecimal() or int(number) < 1:
+            known = ", ".join(kinds[kind]) or "no sizes"
+            raise UsageError(f"`{word}` in `{spec}` is no size.", f"{kind} accepts {known}.")
+        sizes[name] = int(number)
+    return kind, sizes
 
 
 def _make_sources(spec: str, config: Config, headers: Headers) -> list[Source]:
-    kind, sizes = _parse(spec)
-    if kind == "hf":
-        _check_sizes(sizes, (), spec)
-        return fsdp_sources(headers, 1)
-    if kind == "fsdp":
-        _check_sizes(sizes, ("ranks",), spec)
+    kind, sizes = _parse(spec, _SOURCES)
+    if kind != "megatron":
         return fsdp_sources(headers, sizes.get("ranks", 1))
-    if kind == "megatron":
-        _check_sizes(sizes, ("tp", "pp", "ep", "etp", "world", "padded_vocab"), spec)
-        geometry = ModelGeometry.from_hf_config(config)
-        geometry = replace(geometry, padded_vocab=sizes.pop("padded_vocab", 0))
-        for name, size in sizes.items():
-            if size < 1:
-                raise UsageError(
-                    f"{name}={size} in `{spec}` is not a number of ranks.", "Use 1 or more."
-                )
-        names = NameMap(str(config.get("model_type", "")), geometry)
-        return megatron_sources(describe(headers, names, Topology(**sizes)))
-    raise UsageError(f"`{spec}` is no source that Rollway knows.", f"Use {_SOURCES}.")
-
-
-def _make_targets(
-    kind: str, sizes: dict[str, int], spec: str, config: Config, headers: Headers
-) -> tuple[list[Receiver], dict[str, list[Target]]]:
-    if kind == "hf":
-        _check_sizes(sizes, (), spec)
-        return [Receiver("receiver")], hf_target(headers)
-    if kind != "vllm":
-        raise UsageError(f"`{spec}` is no target that Rollway knows.", f"Use {_TARGETS}.")
-    _check_sizes(sizes, ("tp", "ep"), spec)
-    ranks = engine_ranks(config, **sizes)
-    receivers = [Receiver(f"rank{number}") for number in range(len(ranks))]
-    return receivers, engine_targets(ranks, headers)
-
-
-def _check_sizes(sizes: dict[str, int], allowed: tuple[str, ...], spec: str) -> None:
-    unknown = sorted(sizes.keys() - set(allowed))
-    if unknown:
-        known = f"It accepts {', '.join(allowed)}." if allowed else "It accepts no sizes."
-        raise UsageError(f"`{spec}` has the unknown size {unknown[0]}.", known)
+    geometry = ModelGeometry.from_hf_config(config)
+    geometry = replace(geometry, padded_vocab=sizes.pop("padded_vocab", 0))
+    names = NameMap(str(config.get("model_type", "")), geometry)
+    return megatron_sources(describe(headers, names, Topology(**sizes)))
 
 
 # --- the tensors of a model, from its config.json ------------------------------------------------
@@ -213,3 +167,111 @@ def _list_mlp(prefix: str, width: int, hidden: int) -> Iterator[tuple[str, Shape
     yield f"{prefix}.gate_proj.weight", (width, hidden)
     yield f"{prefix}.up_proj.weight", (width, hidden)
     yield f"{prefix}.down_proj.weight", (hidden, width)
+
+
+# --- a trainer that does not run ---------------------------------------------------------------
+
+
+def describe(
+    hf: Mapping[str, TensorHeader],
+    names: NameMap,
+    topology: Topology,
+    templates: Sequence[str] | None = None,
+) -> MegatronModel:
+    """Return what the ranks of a trainer hold of a model with these Hugging Face tensors.
+
+    `templates` are the names of `names.table` that its modules have, by default those with
+    Transformer Engine: norms in the linear layer that follows, grouped experts. Of two names for
+    one tensor, the first counts. The second copy of tied embeddings, on the last pipeline stage, is
+    left out."""
+    if templates is None:
+        chosen = (name for name in names.table if not any(mark in name for mark in _OTHER_EXPERTS))
+        templates = sorted(chosen, key=lambda name: _FUSED_NORM not in name)
+    layouts: dict[int, RankLayout] = {}
+    shared: dict[tuple[int, int], list[tuple[Shard, tuple[str, ...]]]] = {}
+    for rank, position in enumerate(topology.positions()):
+        place = position.pp, position.ep  # the names of a rank's tensors depend only on these
+        if place not in shared:
+            shared[place] = list(_list_shards(hf, names, position, templates))
+        shards = {tensor.name: _make_shard(tensor, position) for tensor, _ in shared[place]}
+        hf_names = {tensor.name: parts for tensor, parts in shared[place]}
+        layouts[rank] = RankLayout(position, shards, hf_names)
+    return MegatronModel(names.geometry, layouts)
+
+
+def _list_shards(
+    hf: Mapping[str, TensorHeader], names: NameMap, position: Position, templates: Sequence[str]
+) -> Iterator[tuple[Shard, tuple[str, ...]]]:
+    """Yield Megatron's tensors, all tensor-parallel ranks joined, and the HF tensors in each."""
+    used: set[str] = set()
+    for template, name in _list_names(templates, names.geometry, position):
+        hf_names = names.hf_names(name, position)
+        if not hf_names or any(n not in hf or n in used for n in hf_names):
+            continue
+        if _FUSED_NORM in name:
+            # A norm is fused only into a linear layer that the model has.
+            linear = name.rpartition(_FUSED_NORM)[0] + ".weight"
+            if not all(n in hf for n in names.hf_names(linear, position)):
+                continue
+        used.update(hf_names)
+        role = role_of_name(template, gated=names.geometry.gated)
+        shapes = [hf[n].shape for n in hf_names]
+        shape = _join_shapes(name, role, shapes, names.geometry, position)
+        yield Shard(name, hf[hf_names[0]].dtype, shape, Box.whole(shape), role), hf_names
+
+
+def _list_names(
+    templates: Sequence[str], geometry: ModelGeometry, position: Position
+) -> Iterator[tuple[str, str]]:
+    """Yield every name that a rank could have, after the template it is made from."""
+    first, last = position.pp == 0, position.pp == position.pp_size - 1
+    position.layer_offset(geometry)  # raises if the stages cannot share the layers evenly
+    layers = range(geometry.layers // position.pp_size)
+    experts = range(position.local_experts(geometry)) if geometry.experts else range(0)
+    for template in templates:
+        if ".experts." in template and not experts:
+            continue
+        if "{layer}" in template:
+            for layer in layers:
+                named = template.replace("{layer}", str(layer))
+                for expert in experts if "{expert}" in template else (0,):
+                    yield template, named.replace("{expert}", str(expert))
+        elif first if template.startswith("embedding.") else last:
+            yield template, template
+
+
+def _make_shard(tensor: Shard, position: Position) -> Shard:
+    box = _find_box(tensor.role, is_legacy(tensor.name), tensor.shape, position)
+    if box is None:
+        raise UsageError(
+            f"{tensor.name} ({list(tensor.shape)}) cannot be cut evenly at {position}.",
+            "Use other parallel sizes, or a padded_vocab that they divide.",
+        )
+    return replace(tensor, box=box)
+
+
+@lru_cache(maxsize=65536)
+def _find_box(role: Role, legacy: bool, shape: Shape, position: Position) -> Box | None:
+    """Return the box of a tensor that a rank holds, or None if it cannot be shared evenly."""
+    axis, rank, size = sharding(role, legacy, len(shape), position)
+    whole = Box.whole(shape)
+    if axis is None:
+        return whole
+    length, rest = divmod(shape[axis], size)
+    return None if rest else whole.narrow(axis, rank * length, (rank + 1) * length)
+
+
+def _join_shapes(
+    name: str, role: Role, shapes: list[Shape], geometry: ModelGeometry, position: Position
+) -> Shape:
+    """Return the shape of Megatron's tensor, all tensor-parallel ranks joined."""
+    if is_legacy(name):
+        experts, width = position.local_experts(geometry), shapes[0][role is Role.EXPERT_ROW]
+        if role is Role.EXPERT_ROW:
+            return experts * width, geometry.hidden
+        return experts * geometry.hidden, width * len(shapes) // experts
+    if role is Role.VOCAB_PARALLEL:
+        return (geometry.padded_vocab or geometry.vocab, *shapes[0][1:])
+    if len(shapes) == 1:
+        return shapes[0]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])

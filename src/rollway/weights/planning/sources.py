@@ -14,26 +14,8 @@ from dataclasses import dataclass
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Box, Piece, Placed, Shape, Shard
-from rollway.weights.megatron.model import MegatronModel, RankLayout
-from rollway.weights.megatron.pieces import cuts
+from rollway.weights.megatron.pieces import MegatronModel, RankLayout, cuts
 from rollway.weights.planning.targets import Headers
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The machine and device where a rank runs. An empty name is unknown, and equals no other."""
-
-    node: str = ""
-    device: str = ""
-
-    def nearness(self, other: Place) -> int:
-        """Return 2 on the same device, 1 on the same node, else 0."""
-        if self.node and self.node == other.node:
-            return 2 if self.device and self.device == other.device else 1
-        return 0
-
-
-ANYWHERE = Place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +41,9 @@ class Source:
 
     name: str
     offers: Mapping[str, ResidentTensor]
-    place: Place = ANYWHERE
 
 
-def source_from_pieces(
-    name: str,
-    tensors: Headers,
-    pieces: Sequence[Piece],
-    place: Place = ANYWHERE,
-) -> Source:
+def source_from_pieces(name: str, tensors: Headers, pieces: Sequence[Piece]) -> Source:
     """Return a source for a rank from its own tensors and the pieces that are stored in them."""
     by_tensor: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -87,7 +63,7 @@ def source_from_pieces(
         )
         holding = Holding(tensors[tensor].dtype, tensors[tensor].shape, held)
         offers[tensor] = ResidentTensor(tuple(numbers), shared.setdefault(holding, holding))
-    return Source(name, offers, place)
+    return Source(name, offers)
 
 
 def fsdp_sources(headers: Headers, ranks: int) -> list[Source]:

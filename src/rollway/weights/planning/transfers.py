@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollway.errors import UsageError
@@ -78,20 +78,6 @@ class Total:
 
 
 @dataclass(frozen=True, slots=True)
-class Holders:
-    """Divides the units of a recipe among the ranks that have the same holding.
-
-    `places[i]` serves the units from `upto[i - 1]` up to (not including) `upto[i]`."""
-
-    places: tuple[int, ...]  # Positions among the ranks that have the holding
-    upto: tuple[int, ...]
-
-    def find(self, unit: int) -> int:
-        """Return the position of the rank that serves a unit."""
-        return self.places[bisect_right(self.upto, unit)]
-
-
-@dataclass(frozen=True, slots=True)
 class Unit:
     """The names of one unit's tensors, which its recipe only numbers."""
 
@@ -107,15 +93,9 @@ class Recipe:
     steps: list[tuple[Step, ...]]  # One entry per receiver
     ranks: tuple[tuple[int, ...], ...]  # The ranks that have each holding
     units: list[Unit] = field(default_factory=list)
-    holders: dict[tuple[int, int], Holders] = field(default_factory=dict)  # By receiver and step
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """`receiver` reads from the engine `source`, or from the trainer if that is None."""
-
-    source: str | None
-    receiver: str
+    holders: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """By receiver and step: rank i of those that have the holding serves the units from number
+    `holders[i - 1]` up to (not including) `holders[i]`."""
 
 
 @dataclass(slots=True)
@@ -126,9 +106,6 @@ class Plan:
     receivers: list[str]
     recipes: list[Recipe]
     totals: dict[str, Total]  # By receiver
-    fanout: list[list[Edge]] = field(default_factory=list)
-    """How further engines of the same layout receive the version, each rank from the same rank of
-    another engine. All edges of a level run at the same time, after the previous level."""
 
     def transfers(self, receiver: str) -> Iterator[Transfer]:
         """Yield the transfers of one receiver; raise `UsageError` for an unknown one."""
@@ -140,7 +117,7 @@ class Plan:
         for recipe in self.recipes:
             for unit_number, unit in enumerate(recipe.units):
                 for step_number, step in enumerate(recipe.steps[number]):
-                    holder = recipe.holders[number, step_number].find(unit_number)
+                    holder = bisect_right(recipe.holders[number, step_number], unit_number)
                     source = self.sources[recipe.ranks[step.holding][holder]]
                     tensor = unit.tensors[step.holding][holder]
                     yield Transfer(source, tensor, unit.targets, step)
@@ -161,12 +138,8 @@ class Plan:
         return grand_total
 
     def as_json(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
+        return {
             "total": self.total.as_json(),
             "receivers": {name: total.as_json() for name, total in self.totals.items()},
             "recipes": len(self.recipes),
         }
-        if self.fanout:
-            levels = [[asdict(edge) for edge in level] for level in self.fanout]
-            fields["fanout"] = {"depth": len(levels), "levels": levels}
-        return fields

@@ -34,7 +34,7 @@ from rollway.weights.digest.checksums import (
     word_sum,
     word_sums,
 )
-from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest
+from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, list_boxes, read_manifest
 from rollway.weights.transports.base import Publisher, Reader, Source, inspect_source, never
 from rollway.weights.transports.entries import (
     SHM,
@@ -56,7 +56,6 @@ from rollway.weights.transports.shm_shards import (
     ShardReader,
     check_unchanged,
     join_offers,
-    list_boxes,
 )
 from rollway.weights.untrusted import is_file_name
 
@@ -207,7 +206,7 @@ class ShmPublisher(Publisher):
         """Publish what this rank owns; each shard lists the boxes of the model in it."""
         # A shard may consist of padding only; then it has no pieces.
         owned = [item for item in items if item.owned_here and item.pieces]
-        boxes = {item.shard.name: list_boxes(item) for item in owned}
+        boxes = {item.shard.name: list_boxes(item.pieces) for item in owned}
         tensors = [(item.shard.name, item.tensor) for item in owned]
         nbytes = sum(align(item.tensor.nbytes, _ALIGNMENT) for item in owned)
         return join_offers([self._publish_copies(version, tensors, boxes, nbytes)])

@@ -28,7 +28,6 @@ from rollway.weights.layout import ELEMENT_BYTES, Box, check_covered
 from rollway.weights.offer import Count, Entry, Manifest, Offer, PlacedBox
 
 if TYPE_CHECKING:
-    from rollway.weights.sources import HeldTensor
     from rollway.weights.transports.shm import ShmReader
 
 
@@ -41,11 +40,6 @@ class RankSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _Slots = Annotated[list[RankSlot], msgspec.Meta(min_length=1, max_length=1 << 16)]
-
-
-def list_boxes(item: HeldTensor) -> list[PlacedBox]:
-    """List the boxes of the model that this tensor of a rank contains."""
-    return [PlacedBox(p.name, p.box.start, p.box.stop, p.at, p.transposed) for p in item.pieces]
 
 
 def join_offers(offers: Sequence[Offer]) -> Offer:
@@ -100,14 +94,8 @@ class _Part(NamedTuple):
     entry: Entry
     placed: PlacedBox
 
-    @property
-    def extents(self) -> tuple[int, ...]:
-        """The box's shape, as it is stored in the shard."""
-        shape = Box(self.placed.start, self.placed.stop).shape
-        return shape[::-1] if self.placed.transposed else shape
-
     def cut_from(self, views: Sequence[dict[str, Tensor]]) -> Tensor:
-        sizes = zip(self.placed.at, self.extents, strict=True)
+        sizes = zip(self.placed.at, self.placed.extent, strict=True)
         box = views[self.rank][self.entry.name][tuple(slice(a, a + n) for a, n in sizes)]
         return box.t() if self.placed.transposed else box
 
@@ -135,7 +123,7 @@ class ShardReader:
         views = [self._reader.views(offer, manifest) for offer, manifest in ranks]
         unread = Counter((p.rank, p.entry.name) for parts in self._parts.values() for p in parts)
         for name, parts in self._parts.items():
-            yield name, _assemble(parts, views)
+            yield name, assemble(parts, views)
             for part in parts:
                 unread[part.rank, part.entry.name] -= 1
                 # A shard has one sum for all tensors in it, so compare it after the last of them.
@@ -151,14 +139,12 @@ def group_by_tensor(manifests: Sequence[Manifest]) -> dict[str, list[_Part]]:
     parts_by_name: dict[str, list[_Part]] = {}
     for rank, manifest in enumerate(manifests):
         for entry in manifest.entries:
-            for placed in entry.boxes or [_whole_box(entry)]:
+            for placed in entry.placed:
                 parts_by_name.setdefault(placed.name, []).append(_Part(rank, entry, placed))
     published = sum(entry.nbytes for manifest in manifests for entry in manifest.entries)
     for name, parts in parts_by_name.items():
         if len({(len(part.placed.stop), part.entry.dtype) for part in parts}) > 1:
             raise WeightsError(f"Ranks do not agree on the shape or dtype of {name}.")
-        for part in parts:
-            _check_inside(part)
         shape = _find_shape(parts)
         try:
             check_covered(name, shape, (Box(p.placed.start, p.placed.stop) for p in parts))
@@ -174,26 +160,12 @@ def group_by_tensor(manifests: Sequence[Manifest]) -> dict[str, list[_Part]]:
     return parts_by_name
 
 
-def _whole_box(entry: Entry) -> PlacedBox:
-    """Return the box of an entry without boxes, which is a Hugging Face tensor itself."""
-    start = (0,) * len(entry.shape)
-    return PlacedBox(entry.name, start, entry.shape, start)
-
-
 def _find_shape(parts: Sequence[_Part]) -> tuple[int, ...]:
     """Return the smallest shape that contains all parts; a worker compares it with its own."""
     return tuple(max(column) for column in zip(*(part.placed.stop for part in parts), strict=True))
 
 
-def _check_inside(part: _Part) -> None:
-    at, extents, shape = part.placed.at, part.extents, part.entry.shape
-    if not len(at) == len(extents) == len(shape) or any(
-        start + extent > size for start, extent, size in zip(at, extents, shape, strict=True)
-    ):
-        raise WeightsError(f"{part.placed.name} is outside of {part.entry.name}, its shard.")
-
-
-def _assemble(parts: Sequence[_Part], views: Sequence[dict[str, Tensor]]) -> Tensor:
+def assemble(parts: Sequence[_Part], views: Sequence[dict[str, Tensor]]) -> Tensor:
     """Return the whole tensor: in place, if it is contiguous in one shard."""
     if len(parts) == 1:
         return parts[0].cut_from(views).contiguous()

@@ -12,26 +12,51 @@ that all arrive at once ask for a `fanout`, and then form a tree:
                  └───► r2 ──► r5, r6       a receiver that has the version serves `fanout`
 
 The catalog does not interpret the `body` of a listing, which says how to read the bytes.
+
+On the wire, a call is msgpack, and its header has a signed order for its path with the hash of the
+body. The server checks the order before it reads the body. The answer has an order of its own, for
+the number of the call, so no answer fits another call. Both ends need the secret.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import json
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Annotated, Any, Literal, Protocol, Self
+from urllib.parse import urlsplit
 
 import msgspec
+from aiohttp import web
 
-from rollway.errors import UsageError, WeightsError
+from rollway.errors import RequestFailed, RollwayError, Unreachable, UsageError, WeightsError
+from rollway.http import Http
+from rollway.signed_calls import (
+    FRESH_SECONDS,
+    SECRET,
+    OrderRefused,
+    Verifier,
+    is_same,
+    read_stack_secret,
+    sign,
+)
 from rollway.weights.offer import Count
+from rollway.weights.untrusted import parse_json
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+LOOPBACK = "127.0.0.1"
 MAX_RANKS = 1 << 16
+MAX_REQUEST = 64 << 20
+MAX_ANSWER = 1 << 30
+ORDER_HEADER = "x-rollway-order"
 _MAX_VERSIONS = 64
 _MAX_BYTES = 2 << 30
-_MAX_MEMBERS = 1 << 16
 _READING_SECONDS = 600.0
 """How long a receiver counts as load of its source if it never acknowledges."""
 
@@ -61,7 +86,7 @@ class Catalog(Protocol):
         """Remove a listing before its bytes are overwritten; a missing listing is no error."""
 
     def look_up(
-        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+        self, version: int, member: str, without: Sequence[str] = (), fanout: int = 0
     ) -> list[Listing]:
         """Return sources, by rank, that together have all of a version, and none of `without`.
 
@@ -82,12 +107,11 @@ class Catalog(Protocol):
 
 
 class MemoryCatalog:
-    """The catalog itself, in one process; `catalog_http` makes it reachable."""
+    """The catalog itself, in one process; `CatalogServer` makes it reachable."""
 
     def __init__(self) -> None:
         self.versions: dict[int, dict[str, Listing]] = {}
         """Listings by version and source."""
-        self.members: set[str] = set()
         self._lock = threading.Lock()
         self._newest = -1
         self._reading: dict[str, tuple[int, str, float]] = {}
@@ -109,28 +133,23 @@ class MemoryCatalog:
                         del listed[old.source]
             listed[listing.source] = listing
             self._newest = max(self._newest, listing.version)
-            self._join(listing.source)
 
     def withdraw(self, version: int, source: str) -> None:
         with self._lock:
             self._remove(version, source)
 
     def look_up(
-        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+        self, version: int, member: str, without: Sequence[str] = (), fanout: int = 0
     ) -> list[Listing]:
         with self._lock:
-            self._join(member)
             # A receiver that asks again no longer reads from its previous source.
             self._reading.pop(member, None)
             sets = self._find_sets(version, member, without)
             if not sets:
                 raise self._describe_missing(version, without)
             since = time.monotonic() - _READING_SECONDS
-            loads = Counter(
-                source
-                for reads, source, start in self._reading.values()
-                if reads == version and start > since
-            )
+            self._reading = {m: read for m, read in self._reading.items() if read[2] > since}
+            loads = Counter(read[1] for read in self._reading.values() if read[0] == version)
             if fanout:
                 # The trainer serves one receiver, and only while no receiver has the version,
                 # because its network would limit all of them.
@@ -152,7 +171,6 @@ class MemoryCatalog:
     def acknowledge(self, version: int, member: str) -> None:
         with self._lock:
             if version in self.versions:  # or it was withdrawn meanwhile
-                self._join(member)
                 self._acknowledged.setdefault(version, set()).add(member)
                 self._reading.pop(member, None)
 
@@ -165,17 +183,9 @@ class MemoryCatalog:
             for version in list(self.versions):
                 self._remove(version, member)
             self._reading.pop(member, None)
-            self.members.discard(member)
 
     def where(self) -> dict[str, Any]:
-        raise UsageError(
-            "A catalog in memory cannot be reached by other processes.", "Use CatalogServer."
-        )
-
-    def _join(self, member: str) -> None:
-        if member not in self.members and len(self.members) >= _MAX_MEMBERS:
-            raise UsageError(f"The catalog has {_MAX_MEMBERS} members already.")
-        self.members.add(member)
+        return {}
 
     def _check_limits(self, listing: Listing) -> None:
         if listing.version not in self.versions and len(self.versions) >= _MAX_VERSIONS:
@@ -250,3 +260,222 @@ def wait_for(
                 ) from error
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
+
+
+# --- over HTTP -----------------------------------------------------------------------------------
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_ERRORS: dict[str, type[RollwayError]] = {
+    kind.__name__: kind for kind in (NotYet, WeightsError, UsageError)
+}
+"""By the name in an answer; the first that fits is sent."""
+_CALLS: dict[str, Any] = {
+    "announce": tuple[Listing],
+    "withdraw": tuple[Count, Name],
+    "look_up": tuple[Count, Name, list[Name], Count],
+    "acknowledge": tuple[Count, Name],
+    "list_receivers": tuple[Count],
+    "leave": tuple[Name],
+}
+"""The methods of a catalog that can be called, with their arguments."""
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a call returned, or the name of its error and what that says."""
+
+    result: list[Listing | Name] | None = None
+    error: str = ""
+    message: str = ""
+    hint: str = ""
+
+
+def sign_bytes(secret: str, purpose: str, content: bytes) -> dict[str, str]:
+    """Return the header of a message: an order for `purpose`, with the hash of the content."""
+    body = {"sha256": hashlib.sha256(content).hexdigest()}
+    return {ORDER_HEADER: json.dumps(sign(secret, purpose, "", body))}
+
+
+def read_order(verifier: Verifier, purpose: str, headers: Mapping[str, str]) -> tuple[str, str]:
+    """Return the hash that a message's content must have, and the number of its order."""
+    try:
+        order = parse_json(headers.get(ORDER_HEADER, ""))
+    except ValueError:
+        order = None
+    return str(verifier.open(purpose, order).get("sha256")), order["number"]
+
+
+def check_bytes(content: bytes, expected: str) -> None:
+    if not is_same(hashlib.sha256(content).hexdigest(), expected):
+        raise OrderRefused("the message is not what was signed")
+
+
+def _need_secret(secret: str | None) -> str:
+    """Return the secret, by default this stack's own; a catalog never runs without one."""
+    secret = read_stack_secret() if secret is None else secret
+    if not secret:
+        raise UsageError(
+            "A catalog of weights needs a secret.", f"Set {SECRET} to the workers' secret."
+        )
+    return secret
+
+
+class CatalogServer(MemoryCatalog):
+    """A catalog that others can reach; it runs in a thread of this process."""
+
+    def __init__(self, host: str = LOOPBACK, port: int = 0, *, secret: str | None = None) -> None:
+        super().__init__()
+        self._secret = _need_secret(secret)
+        self._verifier = Verifier(self._secret)
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        bound: Future[int] = Future()
+        work = self._serve(host, port, bound)
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete, args=(work,), name="rollway-catalog", daemon=True
+        )
+        self._thread.start()
+        try:
+            port = bound.result(timeout=30)
+        except OSError as error:
+            self.close()
+            raise UsageError(
+                f"The catalog cannot listen on {host}:{port}: {error.strerror}.",
+                "Choose another port, or 0 for any.",
+            ) from error
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def where(self) -> dict[str, Any]:
+        return {"catalog": self.url}
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(timeout=30)
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    async def _serve(self, host: str, port: int, bound: Future[int]) -> None:
+        app = web.Application(client_max_size=MAX_REQUEST)
+        for name in _CALLS:
+            app.router.add_post(f"/v1/{name}", self._handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port).start()
+            bound.set_result(int(runner.addresses[0][1]))
+            await self._ended.wait()
+        except (OSError, OverflowError) as error:  # of a port beyond 65535
+            bound.set_exception(error)
+        finally:
+            await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        try:
+            expected, number = read_order(self._verifier, request.path, request.headers)
+            body = await request.read()
+            check_bytes(body, expected)
+        except OrderRefused as error:
+            return web.Response(status=401, text=f"This call is refused: {error}.")
+        raw = msgspec.msgpack.encode(self.answer(request.path.removeprefix("/v1/"), body))
+        return web.Response(body=raw, headers=sign_bytes(self._secret, f"answer {number}", raw))
+
+    def answer(self, name: str, arguments: bytes) -> Answer:
+        """Make a call, and return its result or its error."""
+        try:
+            checked = msgspec.msgpack.decode(arguments, type=_CALLS[name])
+            return Answer(getattr(self, name)(*checked))
+        except _UNREADABLE as error:
+            return Answer(None, "UsageError", f"This is no call to a catalog: {error}.")
+        except RollwayError as error:
+            kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
+            return Answer(None, kind, error.message, error.hint)
+
+
+class HttpCatalog:
+    """A client of a catalog that runs in another process."""
+
+    def __init__(self, url: str, *, secret: str | None = None, timeout: float = 30.0) -> None:
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme == "http" and parts.hostname and parts.port != 0
+        except ValueError:
+            is_address = False
+        if not is_address:
+            raise UsageError(f"`{url}` is not the address of a catalog.", "Use http://host:port.")
+        self.url, self._secret, self._timeout = url.rstrip("/"), _need_secret(secret), timeout
+
+    def announce(self, listing: Listing) -> None:
+        self._call("announce", listing)
+
+    def withdraw(self, version: int, source: str) -> None:
+        self._call("withdraw", version, source)
+
+    def look_up(
+        self, version: int, member: str, without: Sequence[str] = (), fanout: int = 0
+    ) -> list[Listing]:
+        return self._call("look_up", version, member, list(without), fanout) or []
+
+    def acknowledge(self, version: int, member: str) -> None:
+        self._call("acknowledge", version, member)
+
+    def list_receivers(self, version: int) -> list[str]:
+        return self._call("list_receivers", version) or []
+
+    def leave(self, member: str) -> None:
+        self._call("leave", member)
+
+    def where(self) -> dict[str, Any]:
+        return {"catalog": self.url}
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        path, body = f"/v1/{name}", msgspec.msgpack.encode(arguments)
+        if len(body) > MAX_REQUEST:
+            raise UsageError(
+                f"The description of this rank's tensors takes {len(body)} bytes, more than "
+                f"{MAX_REQUEST}."
+            )
+        headers = sign_bytes(self._secret, path, body)
+        number = json.loads(headers[ORDER_HEADER])["number"]
+        try:
+            with ThreadPoolExecutor(1) as thread:  # the caller's own may run an event loop
+                raw, theirs = thread.submit(asyncio.run, self._post(path, body, headers)).result()
+            check_bytes(raw, read_order(Verifier(self._secret), f"answer {number}", theirs)[0])
+            answer = msgspec.msgpack.decode(raw, type=Answer)
+        except (Unreachable, RequestFailed, OrderRefused, *_UNREADABLE) as error:
+            raise self._explain(error) from error
+        if answer.error:
+            raise _ERRORS.get(answer.error, WeightsError)(answer.message, answer.hint)
+        return answer.result
+
+    async def _post(
+        self, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[bytes, Mapping[str, str]]:
+        async with Http() as http:
+            url, timeout = self.url + path, self._timeout
+            return await http.post_bytes(
+                url, body, timeout=timeout, limit=MAX_ANSWER, headers=headers
+            )
+
+    def _explain(self, error: Exception) -> WeightsError:
+        if isinstance(error, OrderRefused) or getattr(error, "status", 0) == 401:
+            whose = "its answer" if isinstance(error, OrderRefused) else "401"
+            return WeightsError(
+                f"The catalog at {self.url} does not have this stack's secret ({whose}).",
+                f"Set {SECRET} to the same value at both ends; clocks may differ by at most "
+                f"{FRESH_SECONDS:g} s.",
+            )
+        if isinstance(error, Unreachable):
+            return WeightsError(
+                f"The catalog at {self.url} does not answer: {error.message}",
+                "It runs in the trainer's rank 0, or where it was named; check that it still runs.",
+            )
+        return WeightsError(
+            f"The catalog at {self.url} sent an answer that cannot be read: {error}",
+            "Use the same Rollway at both ends.",
+        )

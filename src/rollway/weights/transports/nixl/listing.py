@@ -1,8 +1,9 @@
 """Describe a source's memory so that others can read it: the body of a catalog listing.
 
-The layout (tensors, and the boxes of Hugging Face tensors in them) is the same for every version,
-so it is one blob by which readers recognise a plan. Addresses and digests differ by version. Every
-piece has a digest, so a reader can verify whatever consists of whole pieces.
+The layout (tensors, where they are from the first one on, and the boxes of Hugging Face tensors in
+them) is the same for every version, so it is one blob by which readers recognise a plan. The first
+address and the digests differ by version. Every piece has a digest, so a reader can verify whatever
+consists of whole pieces.
 
 A rank of an engine that read half of a piece could not verify it. So a publisher splits tensors
 where the ranks cut them: a rank's part then consists of pieces with digests. Publishing copies them
@@ -13,20 +14,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import zip_longest
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import torch
 from torch import Tensor
 
-from rollway.errors import UsageError, WeightsError
-from rollway.processes import boot_id
+from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import (
     ELEMENT_BYTES,
@@ -38,41 +36,18 @@ from rollway.weights.layout import (
     place_at,
     swap_last,
 )
-from rollway.weights.offer import Count, Dims, Text
-from rollway.weights.planning.sources import Place, Source, source_from_pieces
-from rollway.weights.planning.targets import LocalTensor, Target, TensorInfo, cells
+from rollway.weights.offer import Count, Entry, check_entries
+from rollway.weights.planning.sources import Source, source_from_pieces
+from rollway.weights.planning.targets import Target, TensorInfo, cells
 from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Memory, find_memory_kind
 from rollway.weights.transports.nixl.catalog import Listing
-from rollway.weights.untrusted import check_shape
+from rollway.weights.untrusted import MAX_ELEMENTS
 
 FANOUT = "fanout"
 """The key of an offer that asks receivers to serve peers."""
 SAME_RANK = "same_rank"
 """The key of an offer whose receivers read from sources of their own rank alone."""
 DIGEST_BYTES = 16
-_Address = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-
-
-class _Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    name: Text
-    dtype: Annotated[str, msgspec.Meta(max_length=32)]
-    shape: Dims
-
-
-class _Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A `Piece` on the wire; `tensor` is the number of the tensor that contains it."""
-
-    name: Text
-    start: Dims
-    stop: Dims
-    tensor: Count
-    at: Dims
-    transposed: bool
-
-
-class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tensors: list[_Tensor]
-    pieces: list[_Piece]
 
 
 class SourceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,80 +58,41 @@ class SourceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Memory
     device: Count
     error_handling: ErrorHandling
-    node: Annotated[str, msgspec.Meta(max_length=1024)]
     layout: bytes
-    addresses: list[_Address]
-    """One for each tensor of the layout."""
+    base: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+    """The address from which the offsets of the layout's tensors count."""
     digests: bytes
     """One for each piece of the layout."""
     rank: Count = 0
     """The source's rank in its trainer or engine: the network card that reads go through."""
 
 
-def write_layout(tensors: Mapping[str, LocalTensor], pieces: Sequence[Piece]) -> bytes:
-    numbers = {name: number for number, name in enumerate(tensors)}
-    missing = next((piece for piece in pieces if piece.source not in numbers), None)
-    if missing is not None:
-        raise UsageError(
-            f"A piece of {missing.name} is in {missing.source}, which is not published."
-        )
-    return msgspec.msgpack.encode(
-        _Layout(
-            [_Tensor(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()],
-            [
-                _Piece(p.name, p.box.start, p.box.stop, numbers[p.source], p.at, p.transposed)
-                for p in pieces
-            ],
-        )
-    )
-
-
 @dataclass(frozen=True)
 class Layout:
     """A source's layout, decoded and checked."""
 
-    tensors: dict[str, LocalTensor]
+    tensors: dict[str, Entry]
     pieces: list[Piece]
+    """In the order of their digests."""
+
+
+def list_pieces(entries: Iterable[Entry]) -> list[Piece]:
+    return [
+        Piece(p.name, Box(p.start, p.stop), entry.name, p.at, p.transposed)
+        for entry in entries
+        for p in entry.placed
+    ]
 
 
 @lru_cache(maxsize=1024)  # a source has the same layout in every version
 def read_layout(raw: bytes) -> Layout:
     """Decode a layout; raise unless every piece is inside its tensor."""
     try:
-        layout = msgspec.msgpack.decode(raw, type=_Layout)
+        entries = msgspec.msgpack.decode(raw, type=list[Entry])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsError(f"The layout of a source is damaged: {error}.") from error
-    tensors = {tensor.name: LocalTensor(tensor.dtype, tensor.shape) for tensor in layout.tensors}
-    if len(tensors) != len(layout.tensors):
-        raise WeightsError("A source lists a tensor twice.")
-    for name, tensor in tensors.items():
-        if tensor.dtype not in ELEMENT_BYTES:
-            raise WeightsError(f"{name} has the dtype {tensor.dtype}, which is not known.")
-        try:
-            check_shape(tensor.shape)
-        except ValueError as error:
-            raise WeightsError(f"{name}: {error}.") from error
-    names = list(tensors)
-    for piece in layout.pieces:
-        if piece.tensor >= len(names) or len(piece.start) != len(piece.stop):
-            raise WeightsError(f"A piece of {piece.name} is in no tensor.")
-        if any(a > b for a, b in zip(piece.start, piece.stop, strict=True)):
-            raise WeightsError(f"A piece of {piece.name} ends before it begins.")
-        # A reader computes addresses from it.
-        shape = tensors[names[piece.tensor]].shape
-        extent = Box(piece.start, piece.stop).shape
-        extent = extent[::-1] if piece.transposed else extent
-        if (
-            not len(piece.at) == len(extent) == len(shape)
-            or (piece.transposed and len(shape) != 2)
-            or any(a + n > size for a, n, size in zip(piece.at, extent, shape, strict=True))
-        ):
-            raise WeightsError(f"A piece of {piece.name} is outside of its tensor.")
-    pieces = [
-        Piece(p.name, Box(p.start, p.stop), names[p.tensor], p.at, p.transposed)
-        for p in layout.pieces
-    ]
-    return Layout(tensors, pieces)
+    check_entries(entries, MAX_ELEMENTS)
+    return Layout({entry.name: entry for entry in entries}, list_pieces(entries))
 
 
 @dataclass(frozen=True)
@@ -170,7 +106,7 @@ class ListedSource:
     def for_planner(self) -> Source:
         """Return it without tensors that have no elements, which the planner does not know."""
         pieces = [piece for piece in self.layout.pieces if piece.box.elements]
-        return source_from_pieces(self.name, self.layout.tensors, pieces, Place(self.memory.node))
+        return source_from_pieces(self.name, self.layout.tensors, pieces)
 
 
 @dataclass(frozen=True)
@@ -196,7 +132,7 @@ class SourceGroup:
         hasher = hashlib.sha256(f"{self.rank} ".encode())
         for source in self.sources:
             layout = source.memory.layout
-            hasher.update(f"{source.name} {source.memory.node} {len(layout)} ".encode() + layout)
+            hasher.update(f"{source.name} {len(layout)} ".encode() + layout)
         return hasher.hexdigest()
 
     @cached_property
@@ -285,8 +221,6 @@ def read_group(listings: Iterable[Listing], rank: int | None = None) -> SourceGr
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WeightsError(f"{listing.source} announced no NIXL source: {error}.") from error
         layout = read_layout(memory.layout)
-        if len(memory.addresses) != len(layout.tensors):
-            raise WeightsError(f"{listing.source} lacks addresses of its tensors.")
         if len(memory.digests) != DIGEST_BYTES * len(layout.pieces):
             raise WeightsError(f"{listing.source} lacks digests of its pieces.")
         sources.append(ListedSource(listing.source, memory, layout))
@@ -296,13 +230,14 @@ def read_group(listings: Iterable[Listing], rank: int | None = None) -> SourceGr
 def write_listing(
     agent: Agent,
     device: torch.device,
-    tensors: Mapping[str, LocalTensor],
-    addresses: list[int],
-    pieces: Sequence[Piece],
+    entries: Sequence[Entry],
+    base: int,
     digests: Iterable[bytes],
     rank: int = 0,
 ) -> bytes:
-    """Return the body of a listing of tensors that are registered with this process's agent."""
+    """Return the body of a listing of tensors that are registered with this process's agent.
+
+    `digests` are those of `list_pieces(entries)`."""
     memory, index = find_memory_kind(device)
     return msgspec.msgpack.encode(
         SourceMemory(
@@ -310,9 +245,8 @@ def write_listing(
             memory=memory,
             device=index,
             error_handling=agent.error_handling,
-            node=this_node(),
-            layout=write_layout(tensors, pieces),
-            addresses=addresses,
+            layout=msgspec.msgpack.encode(entries),
+            base=base,
             digests=b"".join(digests),
             rank=rank,
         )
@@ -321,14 +255,6 @@ def write_listing(
 
 def count_bytes(tensor: TensorInfo) -> int:
     return math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
-
-
-def this_node() -> str:
-    """Return a name that is equal for processes that can probably read each other's memory."""
-    try:
-        return f"{boot_id()} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return socket.gethostname()
 
 
 def split_for_ranks(

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.transports.nixl.catalog import Catalog, Listing, NotYet
+from rollway.weights.transports.nixl.catalog import Catalog, HttpCatalog, Listing, NotYet
 
 MODELEXPRESS = "0.7.0"
 SERVICE = "model_express.refit.RefitService"
@@ -101,7 +101,7 @@ class ModelExpressCatalog:
             self._release(version, source)
 
     def look_up(
-        self, version: int, member: str, without: Sequence[str] = (), *, fanout: int = 0
+        self, version: int, member: str, without: Sequence[str] = (), fanout: int = 0
     ) -> list[Listing]:
         state = self._client.get_state(self._uid(version))
         if state == State.STAGING:
@@ -110,7 +110,7 @@ class ModelExpressCatalog:
             raise WeightsError(
                 f"ModelExpress is releasing version {version}.", "Use a newer version."
             )
-        return self._listings.look_up(version, member, without, fanout=fanout)
+        return self._listings.look_up(version, member, without, fanout)
 
     def acknowledge(self, version: int, member: str) -> None:
         self._listings.acknowledge(version, member)
@@ -139,6 +139,18 @@ class ModelExpressCatalog:
 
     def _uid(self, version: int) -> str:
         return f"{self._model}{self._run and f'-{self._run}'}-v{version}"
+
+
+def open_catalog(where: Mapping[str, Any], *, secret: str | None = None) -> Catalog:
+    """Return the catalog that an offer names."""
+    url = where.get("catalog")
+    if not isinstance(url, str):
+        raise WeightsError("The offer does not say where its catalog is.")
+    listings = HttpCatalog(url, secret=secret)
+    if "modelexpress" not in where:
+        return listings
+    server, model, run = (str(where.get(key, "")) for key in ("modelexpress", "model", "run"))
+    return ModelExpressCatalog(listings, server, model, run)
 
 
 class RefitClient:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import digest, dtype_name
 from rollway.weights.layout import Box, Piece
-from rollway.weights.offer import Offer
+from rollway.weights.offer import Offer, list_boxes
 from rollway.weights.planning.targets import LocalTensor, TensorInfo
 from rollway.weights.transports.base import (
     NamedTensor,
@@ -20,13 +20,20 @@ from rollway.weights.transports.base import (
     check_next,
     list_items,
 )
-from rollway.weights.transports.entries import lay_out, view_entry
+from rollway.weights.transports.entries import lay_out, make_entry, view_entry
 from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Pool, make_unique_name
-from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
-from rollway.weights.transports.nixl.catalog_http import LOOPBACK, CatalogServer, HttpCatalog
+from rollway.weights.transports.nixl.catalog import (
+    LOOPBACK,
+    Catalog,
+    CatalogServer,
+    HttpCatalog,
+    Listing,
+    wait_for,
+)
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
     SAME_RANK,
+    list_pieces,
     read_group,
     slice_piece,
     split_for_ranks,
@@ -55,7 +62,6 @@ class NixlPublisher(Publisher):
         world: int = 1,
         net_devices: Sequence[str] = (),
         error_handling: ErrorHandling | None = None,
-        progress: bool = False,
         engine_ranks: int = 1,
         fanout: bool = False,
         modelexpress: Recorder | None = None,
@@ -84,7 +90,7 @@ class NixlPublisher(Publisher):
         is_local = host == LOOPBACK if catalog is None else _is_local(catalog)
         mode = error_handling or ("none" if is_local else "peer")
         self.name = make_unique_name(f"trainer{rank}")
-        self._agent = Agent(self.name, mode, net_devices, progress)
+        self._agent = Agent(self.name, mode, net_devices)
         self._server: CatalogServer | None = None
         if isinstance(catalog, str):
             catalog = HttpCatalog(catalog, secret=secret)
@@ -177,14 +183,27 @@ class NixlPublisher(Publisher):
             self._adopted[0].release()
 
     def _describe(self, views: dict[str, Tensor], pieces: list[Piece]) -> bytes:
-        tensors = {name: _describe_tensor(view) for name, view in views.items()}
         device = _find_device(views)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # readers do not wait for this process's streams
-        addresses = [view.data_ptr() for view in views.values()]
-        digests = (digest(slice_piece(views[piece.source], piece)) for piece in pieces)
-        sums = map(bytes.fromhex, digests)
-        return write_listing(self._agent, device, tensors, addresses, pieces, sums, self.rank)
+        held: dict[str, list[Piece]] = {name: [] for name in views}
+        for piece in pieces:
+            if piece.source not in held:
+                raise UsageError(
+                    f"A piece of {piece.name} is in {piece.source}, which is not published."
+                )
+            held[piece.source].append(piece)
+        # A tensor without elements is at address 0.
+        base = min((view.data_ptr() for view in views.values() if view.numel()), default=0)
+        entries = [
+            make_entry(name, view, max(view.data_ptr() - base, 0), boxes=list_boxes(held[name]))
+            for name, view in views.items()
+        ]
+        sums = (
+            bytes.fromhex(digest(slice_piece(views[piece.source], piece)))
+            for piece in list_pieces(entries)
+        )
+        return write_listing(self._agent, device, entries, base, sums, self.rank)
 
     def _withdraw(self, pool: Pool) -> None:
         if pool.version >= 0:
@@ -218,7 +237,7 @@ def _read_source(
             headers[name] = header = _describe_tensor(tensor)
             box = Box.whole(header.shape)
             pieces.append(Piece(name, box, name, (0,) * len(header.shape)))
-        elif item.owned_here or with_replicas:
+        elif item.pieces and (item.owned_here or with_replicas):  # or it is padding alone
             name, tensor = item.shard.name, item.tensor
             pieces += item.pieces
             # Only a shard with the name of its Hugging Face tensor knows that tensor's shape.

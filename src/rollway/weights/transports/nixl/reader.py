@@ -30,26 +30,23 @@ from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Slices
 from rollway.weights.offer import Offer
-from rollway.weights.planning.plan import Receiver, plan
+from rollway.weights.planning.plan import plan
 from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.sources import Place
 from rollway.weights.planning.targets import hf_slices
 from rollway.weights.planning.transfers import Total
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.nixl.agent import Agent, TimedOut, make_unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
-from rollway.weights.transports.nixl.catalog_http import open_catalog
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
     SAME_RANK,
     SourceGroup,
     read_group,
-    this_node,
 )
+from rollway.weights.transports.nixl.modelexpress import open_catalog
 from rollway.weights.transports.nixl.windows import (
     Connections,
     Windows,
-    keep_recent,
     make_windows,
     verify,
 )
@@ -60,6 +57,7 @@ WINDOW_BYTES = 32 << 20
 _COSTS = Costs(wire_gb_per_s=5.0, pack_gb_per_s=0.0)
 """Sources are passive, so a plan must not ask them to pack anything."""
 _ATTEMPTS = 3
+_MAX_PLANS = 4
 _ARITY = 2
 """How many peers a receiver serves at the same time."""
 _ABANDONED: list[Connections | None] = []
@@ -68,7 +66,7 @@ for other use: it stays here as long as the process lives."""
 
 
 class NixlReader(Reader):
-    """Pulls offered versions; buffers, plans and prepared reads are kept between them."""
+    """Pulls offered versions; buffers and plans are kept between them."""
 
     can_restrict = True
 
@@ -207,11 +205,10 @@ class NixlReader(Reader):
         windows = self.windows(group)
         connections = self._connect(group)
         buffers = connections.allocate(windows, _find_device(group))
-        reads = connections.prepare(group, windows, buffers)
         # After a failure, windows that were yielded are skipped. A receiver that serves peers
         # reads them again, because its buffer must hold the whole version.
         turns = [
-            (window, reads[number], buffers[number % len(buffers)])
+            (window, buffers[number % len(buffers)])
             for number, window in enumerate(windows.windows)
             if self._serves_peers or any(target.name not in done for target in window.targets)
         ]
@@ -222,10 +219,10 @@ class NixlReader(Reader):
                 # NIXL knows no streams.
                 if buffers[0].is_cuda:
                     torch.cuda.current_stream(buffers[0].device).synchronize()
-                return thread.submit(connections.agent.read, turns[number][1], self._timeout)
+                return thread.submit(connections.read, group, *turns[number], self._timeout)
 
             reading = start(0) if turns else None
-            for number, (window, _, buffer) in enumerate(turns):
+            for number, (window, buffer) in enumerate(turns):
                 assert reading is not None
                 reading.result()
                 reading = None
@@ -235,7 +232,7 @@ class NixlReader(Reader):
                 has_next = number + 1 < len(turns)
                 # Windows were left out if two turns in a row have the same buffer. The next read
                 # must then wait until the caller has used all targets of this window.
-                if has_next and (self._serves_peers or turns[number + 1][2] is not buffer):
+                if has_next and (self._serves_peers or turns[number + 1][1] is not buffer):
                     reading = start(number + 1)
                 for target in window.targets:
                     checks = windows.checks.get(target.name, ())
@@ -256,9 +253,8 @@ class NixlReader(Reader):
             to_plan = {n: want for n, want in wants.items() if 0 not in group.headers[n].shape}
             group.check_reach(to_plan)
             sources = [source.for_planner() for source in group.readable]
-            receiver = Receiver(self.name, Place(this_node()))
             windows = make_windows(
-                plan(sources, [receiver], to_plan, _COSTS),
+                plan(sources, [self.name], to_plan, _COSTS),
                 self.name,
                 wants,
                 {source.name: source.layout.tensors for source in group.sources},
@@ -267,7 +263,10 @@ class NixlReader(Reader):
                 keep=self._serves_peers,
             )
             self.plans += 1
-        keep_recent(self._windows, group.key, windows)
+        self._windows[group.key] = windows
+        self._windows.move_to_end(group.key)
+        while len(self._windows) > _MAX_PLANS:
+            self._windows.popitem(last=False)
         return windows
 
     def abandon_connections(self) -> None:
@@ -313,7 +312,7 @@ class NixlReader(Reader):
 
 def _find_device(group: SourceGroup) -> torch.device:
     """Return the kind of device that holds the sources' tensors, as this process numbers it."""
-    kinds = {source.memory.memory for source in group.sources if source.memory.addresses}
+    kinds = {source.memory.memory for source in group.sources if source.layout.tensors}
     if kinds == {"VRAM"} and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -13,13 +13,11 @@ made once per plan and used for all versions.
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -30,9 +28,9 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import digest
 from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Placed, Shape, place_at
-from rollway.weights.offer import Entry
+from rollway.weights.offer import Entry, list_boxes
 from rollway.weights.planning.recipe import run
-from rollway.weights.planning.targets import LocalTensor, Targets
+from rollway.weights.planning.targets import LocalTensor, Targets, TensorInfo
 from rollway.weights.planning.transfers import Plan, Total, Transfer
 from rollway.weights.transports.entries import align, view_entry
 from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, find_memory_kind
@@ -40,13 +38,11 @@ from rollway.weights.transports.nixl.listing import (
     ListedSource,
     SourceGroup,
     count_bytes,
+    list_pieces,
     write_listing,
 )
 
 ALIGNED = 256
-_MAX_KEPT = 4
-"""How many plans are kept, and how many sets of prepared reads."""
-T = TypeVar("T")
 Offsets = NDArray[np.int64]
 PieceCheck = tuple[Box, tuple[str, Box]]
 """The box of a target that contains a whole piece, and the piece whose digest it must have."""
@@ -61,11 +57,11 @@ class Window:
     nbytes: int = 0
     targets: list[Entry] = field(default_factory=list)
     reads: dict[str, list[Offsets]] = field(default_factory=lambda: defaultdict(list))
-    """By source: rows of (number of the tensor, offset in it, offset in the buffer, bytes)."""
+    """By source: rows of (offset in its memory, offset in the buffer, bytes)."""
     cuts: list[tuple[Entry, Transfer]] = field(default_factory=list)
     """Source tensors that are read whole, and the transfers that copy them into targets."""
 
-    def place(self, name: str, tensor: LocalTensor) -> Entry:
+    def place(self, name: str, tensor: TensorInfo) -> Entry:
         nbytes = count_bytes(tensor)
         entry = Entry(name, tensor.dtype, tensor.shape, self.offset + self.nbytes, nbytes)
         self.nbytes += align(nbytes, ALIGNED)
@@ -98,7 +94,7 @@ def make_windows(
     plan: Plan,
     receiver: str,
     wants: Targets,
-    sources: Mapping[str, Mapping[str, LocalTensor]],
+    sources: Mapping[str, Mapping[str, Entry]],
     pieces: Iterable[tuple[str, Box]],
     *,
     window_bytes: int,
@@ -128,13 +124,8 @@ def make_windows(
             window.targets.append(window.place(name, targets[name]))
             where[name] = window, window.targets[-1]
     end = max((window.offset + window.nbytes for window in windows), default=0)
-    numbers = {
-        source: {name: number for number, name in enumerate(tensors)}
-        for source, tensors in sources.items()
-    }
     for transfer in transfers:
         source, tensor = transfer.source, sources[transfer.source][transfer.tensor]
-        number = numbers[source][transfer.tensor]
         if transfer.step.choice.staged:
             window = where[next(transfer.copies())[0]][0]
             # Behind kept windows, all windows share the space of tensors that are read whole: it
@@ -143,12 +134,12 @@ def make_windows(
                 window.nbytes = end - window.offset
             whole = window.place(transfer.tensor, tensor)
             window.cuts.append((whole, transfer))
-            row = np.array([[number, 0, whole.offset, whole.nbytes]], dtype=np.int64)
+            row = np.array([[tensor.offset, whole.offset, whole.nbytes]], dtype=np.int64)
             window.reads[source].append(row)
             continue
         for name, cut in transfer.copies():
             window, target = where[name]
-            window.reads[source].append(_make_rows(cut, number, tensor, target))
+            window.reads[source].append(_make_rows(cut, tensor, target))
     return Windows(windows, _find_checks(wants, pieces), plan.totals[receiver])
 
 
@@ -165,16 +156,15 @@ def verify(
 
 
 def resolve_reads(
-    reads: list[Offsets], addresses: list[int], base: int
+    reads: list[Offsets], remote_base: int, local_base: int
 ) -> tuple[Offsets, Offsets, Offsets]:
     """Return the remote addresses, local addresses and lengths of a window's reads of a source.
 
     They are in the order of the source's memory, and reads that are neighbours at both ends are
     merged: NIXL moves such lists many times faster."""
     rows = np.concatenate(reads)
-    remote = np.asarray(addresses, dtype=np.int64)[rows[:, 0]] + rows[:, 1]
-    order = np.argsort(remote, kind="stable")
-    remote, local, size = remote[order], rows[order, 2] + base, rows[order, 3]
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    remote, local, size = rows[:, 0] + remote_base, rows[:, 1] + local_base, rows[:, 2]
     ends = (remote[1:] != remote[:-1] + size[:-1]) | (local[1:] != local[:-1] + size[:-1])
     first = np.concatenate([[0], np.flatnonzero(ends) + 1])
     return remote[first], local[first], np.add.reduceat(size, first)
@@ -204,16 +194,16 @@ def _group_targets(
     yield from groups.values()
 
 
-def _make_rows(cut: Placed, number: int, tensor: LocalTensor, target: Entry) -> Offsets:
+def _make_rows(cut: Placed, tensor: Entry, target: Entry) -> Offsets:
     """Return one row for each run of elements that is contiguous at both ends."""
     size, extent = ELEMENT_BYTES[tensor.dtype], cut.extent
     length = min(run(cut.box.shape, tensor.shape), run(extent, target.shape))
     blocks = np.arange(0, cut.box.elements, length, dtype=np.int64)
     remote = _flatten(blocks, cut.box.shape, cut.box.start, tensor.shape)
     local = _flatten(blocks, extent, cut.at, target.shape)
-    rows = np.empty((len(blocks), 4), dtype=np.int64)
-    rows[:, 0], rows[:, 1] = number, remote * size
-    rows[:, 2], rows[:, 3] = target.offset + local * size, length * size
+    rows = np.empty((len(blocks), 3), dtype=np.int64)
+    rows[:, 0], rows[:, 1] = tensor.offset + remote * size, target.offset + local * size
+    rows[:, 2] = length * size
     return rows
 
 
@@ -246,10 +236,7 @@ def _find_checks(wants: Targets, pieces: Iterable[tuple[str, Box]]) -> dict[str,
 
 
 class Connections:
-    """A receiver's agent, staging buffers, peers and prepared reads.
-
-    All of it is kept between versions. A version whose sources, layouts and addresses are known
-    again needs no planning and no registration: its reads only have to be started."""
+    """A receiver's agent, staging buffers and peers, which it keeps between versions."""
 
     def __init__(self, agent: Agent, buffers: int) -> None:
         """Start without peers. With two `buffers`, even and odd windows alternate."""
@@ -257,56 +244,40 @@ class Connections:
         self._pools = [Pool(agent) for _ in range(buffers)]
         self._peers: dict[str, tuple[bytes, str]] = {}
         """By source: NIXL's description of it, and the name by which the agent knows it."""
-        self.prepared: OrderedDict[str, list[list[Prepared]]] = OrderedDict()
-        """Reads by window, for each set of sources and addresses: pools of sources alternate."""
+        self._reading: list[Prepared] = []
+        """The reads of a window, as long as they may write."""
 
     def connect(self, group: SourceGroup) -> None:
         for source in group.readable:
             entry = self._peers.get(source.name)
             if entry is not None and entry[0] == source.memory.agent:
                 continue
-            if entry is not None:  # the source registered other memory: its reads are invalid
-                self._drop_prepared()
+            if entry is not None:  # the source registered other memory
                 self.agent.remove_peer(entry[1])
             peer = self.agent.add_peer(source.memory.agent)
             self._peers[source.name] = source.memory.agent, peer
 
     def allocate(self, windows: Windows, device: torch.device) -> list[Tensor]:
-        before = [pool.memory for pool in self._pools]
         buffers = []
         for number, pool in enumerate(self._pools):
             ends = [w.offset + w.nbytes for w in windows.windows[number :: len(self._pools)]]
             buffers.append(pool.allocate(max(ends, default=0), device))
-        if any(old is not new for old, new in zip(before, buffers, strict=True)):
-            self._drop_prepared()  # they point into the old buffers
         return buffers
 
-    def prepare(
-        self, group: SourceGroup, windows: Windows, buffers: list[Tensor]
-    ) -> list[list[Prepared]]:
-        """Return the reads of each window, prepared now or for an earlier version."""
-        hasher = hashlib.sha256(group.key.encode())
-        for source in group.sources:
-            hasher.update(msgspec.msgpack.encode(source.memory.addresses))
-        key = hasher.hexdigest()
-        reads = self.prepared.get(key)
-        if reads is None:
-            reads = [
-                [
-                    self._prepare_read(source, window, buffers[number % len(buffers)])
-                    for source in group.readable
-                    if source.name in window.reads
-                ]
-                for number, window in enumerate(windows.windows)
-            ]
-        for dropped in keep_recent(self.prepared, key, reads):
-            _release_all(dropped)
-        return reads
+    def read(self, group: SourceGroup, window: Window, buffer: Tensor, timeout: float) -> None:
+        """Read a window into its buffer.
 
-    def _prepare_read(self, source: ListedSource, window: Window, buffer: Tensor) -> Prepared:
+        After a `TimedOut`, the reads stay: they may still write."""
+        for source in group.readable:
+            if source.name in window.reads:
+                self._reading.append(self._prepare(source, window, buffer))
+        self.agent.read(self._reading, timeout)
+        self._release_reads()
+
+    def _prepare(self, source: ListedSource, window: Window, buffer: Tensor) -> Prepared:
         memory = source.memory
         reads = window.reads[source.name]
-        remote, local, sizes = resolve_reads(reads, memory.addresses, buffer.data_ptr())
+        remote, local, sizes = resolve_reads(reads, memory.base, buffer.data_ptr())
         return self.agent.prepare(
             self._peers[source.name][1],
             (*find_memory_kind(buffer.device), local),
@@ -329,42 +300,33 @@ class Connections:
         """Return the body of a listing of the received version, for peers to read."""
         buffer = self._pools[0].memory
         assert buffer is not None
-        targets = [target for window in windows.windows for target in window.targets]
-        tensors = {target.name: LocalTensor(target.dtype, target.shape) for target in targets}
-        addresses = [buffer.data_ptr() + target.offset for target in targets]
-        pieces = [Piece(name, box, name, box.start) for name, box in group.digests]
-        digests = group.digests.values()
-        device = buffer.device
-        return write_listing(self.agent, device, tensors, addresses, pieces, digests, rank)
+        held: dict[str, list[Piece]] = {}
+        for name, box in group.digests:
+            held.setdefault(name, []).append(Piece(name, box, name, box.start))
+        entries = [
+            msgspec.structs.replace(target, boxes=list_boxes(held[target.name]))
+            for window in windows.windows
+            for target in window.targets
+        ]
+        digests = (group.digests[piece.name, piece.box] for piece in list_pieces(entries))
+        base = buffer.data_ptr()
+        return write_listing(self.agent, buffer.device, entries, base, digests, rank)
 
     def forget(self, group: SourceGroup) -> None:
         """Disconnect sources after a failure, so that the next attempt connects again."""
-        self._drop_prepared()
+        self._release_reads()
         for name in group.names:
             entry = self._peers.pop(name, None)
             if entry is not None:
                 self.agent.remove_peer(entry[1])
 
     def close(self) -> None:
-        self._drop_prepared()
+        self._release_reads()
         for pool in self._pools:
             pool.release()
         self.agent.stop_listening()
 
-    def _drop_prepared(self) -> None:
-        for reads in self.prepared.values():
-            _release_all(reads)
-        self.prepared.clear()
-
-
-def _release_all(windows: list[list[Prepared]]) -> None:
-    for reads in windows:
-        for read in reads:
+    def _release_reads(self) -> None:
+        for read in self._reading:
             read.release()
-
-
-def keep_recent(cache: OrderedDict[str, T], key: str, value: T) -> list[T]:
-    """Make an entry the newest; return the oldest ones, which are dropped for it."""
-    cache[key] = value
-    cache.move_to_end(key)
-    return [cache.popitem(last=False)[1] for _ in range(len(cache) - _MAX_KEPT)]
+        self._reading = []
