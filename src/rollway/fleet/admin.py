@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError, UsageError
+from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
 from rollway.fleet.discovery import Worker, is_dead
-from rollway.http import Http
 from rollway.weights.offer import STILL
 
 T = TypeVar("T")
@@ -96,10 +95,6 @@ class AdminAPI(Protocol):
 
     async def health(self, worker: Worker) -> bool: ...
 
-    async def models(self, openai_url: str) -> list[str]:
-        """Return the model names at an OpenAI base URL (admin calls use another address)."""
-        ...
-
     async def pause(
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
     ) -> None:
@@ -133,10 +128,6 @@ class AdminAPI(Protocol):
     ) -> None:
         """Join a group for weight transfer; the trainer must join it at the same time."""
         ...
-
-    async def destroy_group(
-        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
-    ) -> None: ...
 
     async def load_lora(
         self, worker: Worker, name: str, path: Path, *, fresh: bool = False
@@ -183,8 +174,6 @@ class AdminAPI(Protocol):
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
         """Set the taints: the router sends requests here that require one of them, or none."""
         ...
-
-    async def abort(self, worker: Worker, request_id: str) -> None: ...
 
     async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
         """Return the memory of every rank; with a level, also why it may not sleep at it. Raise
@@ -241,16 +230,6 @@ class CountedCalls:
                 self._note(name, time.monotonic() - began)
 
         return run
-
-
-async def list_models(http: Http, openai_url: str, timeout: float) -> list[str]:
-    """Return the model names at an OpenAI base URL, with or without its /v1."""
-    base = openai_url.rstrip("/").removesuffix("/v1")
-    answer = await http.get(f"{base}/v1/models", timeout=timeout)
-    try:
-        return [str(entry["id"]) for entry in answer["data"]]
-    except (KeyError, TypeError) as error:
-        raise RequestFailed(f"{base}/v1/models answered without models.", status=200) from error
 
 
 async def call_all(

@@ -23,7 +23,6 @@ from rollway.fleet.admin import (
     PauseMode,
     StageReply,
     is_missing_method,
-    list_models,
     parse_label,
     unwrap_engine_error,
 )
@@ -62,9 +61,6 @@ class VllmAdmin:
         except RollwayError:
             return False
         return True
-
-    async def models(self, openai_url: str) -> list[str]:
-        return await list_models(self._http, openai_url, self._timeouts.probe)
 
     async def pause(
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
@@ -115,12 +111,6 @@ class VllmAdmin:
                 "method times out; restart the server to unblock it sooner.",
             ) from error.__cause__
 
-    async def destroy_group(
-        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
-    ) -> None:
-        """Leave a group by `method`; by default `destroy_broadcaster`, as in Dynamo."""
-        await self._run(worker, method or "destroy_broadcaster", arguments, self._timeouts.probe)
-
     async def load_lora(
         self, worker: Worker, name: str, path: Path, *, fresh: bool = False
     ) -> int | None:
@@ -166,15 +156,6 @@ class VllmAdmin:
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
         """Do nothing: there is no router in front of a plain server. The client itself knows what
         the worker serves."""
-
-    async def abort(self, worker: Worker, request_id: str) -> None:
-        """End a request by its `X-Request-Id` or by the `id` of its answer. vLLM's reply does not
-        show whether there was such a request."""
-        # The engine's id has the prefix of the endpoint, and for completions the index of the
-        # prompt. It ignores unknown ids.
-        ids = [request_id, f"{request_id}-0", f"cmpl-{request_id}-0"]
-        ids += [f"chatcmpl-{request_id}", f"generate-tokens-{request_id}"]
-        await self._post(worker, "abort_requests", {"request_ids": ids})
 
     async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
         raise NoSuchMethod(
