@@ -20,11 +20,10 @@ from rollway.fleet.admin import AdminAPI, PauseMode, call_living
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
-from rollway.fleet.history import DriverHistory
 from rollway.fleet.labels import Labels
 from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
 from rollway.fleet.pausing import Pauser
-from rollway.fleet.recording import RefitRecording
+from rollway.fleet.recording import DriverHistory, RefitRecording
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.roster import Roster, Supervised

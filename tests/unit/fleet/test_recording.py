@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollway.fleet.history import DriverHistory
+from rollway.fleet.recording import DriverHistory
 from rollway.fleet.updates import FromDisk
 from rollway.observe.read import Run
 
