@@ -421,7 +421,7 @@ class Fleet:
             version,
             canaries=None if self._canary is None else CanaryCheck(self._canary, expected),
             replace=self._replace,
-            observer=recording.observer,
+            observer=recording.note_step,
         )
         refit = Refit(
             Roster(plan, self.membership, self._supervised),

@@ -61,26 +61,14 @@ class DriverHistory:
         name = _RECORDED_AS.get(step, step)
         self.recorder.write("step", refit=version, worker=str(worker.instance_id), step=name)
 
-    async def follow_refit(self, refit: Refit, work: Awaitable[RefitReport]) -> RefitReport:
-        """Wait for a refit and record it, however it ends."""
-        began, clock = time.time(), time.monotonic()
-        try:
-            report = await work
-        except BaseException as error:
-            is_cancelled = isinstance(error, asyncio.CancelledError)
-            partial = _make_report(refit, time.monotonic() - clock)
-            report = error.report if isinstance(error, RefitError) else partial
-            outcome = "cancelled" if is_cancelled else "failed"
-            self._note_refit(refit, report, began, outcome, str(error) or type(error).__name__)
-            raise
-        if report.workers:  # otherwise nobody was behind
-            self._note_refit(refit, report, began, "ok", None)
-        return report
-
-    def _note_refit(
-        self, refit: Refit, report: RefitReport, began: float, outcome: str, error: str | None
+    def note_refit(
+        self, update: Update, report: RefitReport, began: float, failure: BaseException | None
     ) -> None:
-        transport, size = _describe_update(refit.plan.update)
+        """Record a refit that has ended."""
+        transport, size = _describe_update(update)
+        outcome = "ok" if failure is None else "failed"
+        if isinstance(failure, asyncio.CancelledError):
+            outcome = "cancelled"
         self.recorder.write(
             "refit",
             began=began,
@@ -88,7 +76,7 @@ class DriverHistory:
             bytes=size,
             report=report.as_json(),
             outcome=outcome,
-            error=error,
+            error=None if failure is None else str(failure) or type(failure).__name__,
         )
         steps.note_paused(report.paused_seconds)
 
@@ -140,45 +128,59 @@ class DriverHistory:
             self.recorder.write("workers", workers=every)
 
 
-class RefitTrace:
-    """One refit while it runs."""
+class RefitRecording:
+    """One refit, from now on: its entries in the driver's record, its span, and whoever else
+    listens."""
 
-    def __init__(self, tracer: Tracer, version: int) -> None:
-        self._tracer = tracer
-        self._version = version
+    def __init__(
+        self,
+        version: int,
+        observer: Observer | None,
+        history: DriverHistory | None,
+        tracer: Tracer | None,
+    ) -> None:
+        self._version, self._observer, self._history = version, observer, history
+        self._span = None if tracer is None else tracer.begin("rollway.refit")
+        self._began, self._clock = time.time(), time.monotonic()
         self._heard: dict[int, dict[str, int]] = {}
         """When each worker began a step, in nanoseconds since 1970."""
 
-    def note_step(self, step: str, worker: Worker) -> None:
+    async def note_step(self, step: str, worker: Worker) -> None:
+        """Note that a worker begins a step."""
         self._heard.setdefault(worker.instance_id, {}).setdefault(step, time.time_ns())
+        if self._history is not None:
+            self._history.note_step(self._version, step, worker)
+        if self._observer is not None:
+            await self._observer(step, worker)
 
     async def follow(self, refit: Refit, work: Awaitable[RefitReport]) -> RefitReport:
-        """Wait for the refit in a span."""
-        span = self._tracer.begin("rollway.refit")
+        """Wait for the refit; record and trace it, however it ends."""
         try:
             report = await work
         except BaseException as error:
-            workers = [worker.report for worker in refit.workers.values()]
-            if isinstance(error, RefitError):
-                workers = error.report.workers
-            self._finish(span, refit.mode, workers, error)
+            partial = _make_report(refit, time.monotonic() - self._clock)
+            report = error.report if isinstance(error, RefitError) else partial
+            self._finish(refit.plan.update, report, error)
             raise
         if report.workers:  # otherwise nobody was behind
-            self._finish(span, report.mode, report.workers, None)
+            self._finish(refit.plan.update, report, None)
         return report
 
-    def _finish(
-        self, span: TraceSpan, mode: str, workers: list[WorkerReport], error: BaseException | None
-    ) -> None:
-        for worker in workers:
-            self._add_worker(span, worker)
-        attributes: dict[str, Any] = {
-            "rollway.version": self._version,
-            "rollway.mode": mode,
-            "rollway.workers": len(workers),
-            "rollway.paused_seconds": max((w.paused_seconds for w in workers), default=0.0),
-        }
-        span.finish(attributes, error=error)
+    def _finish(self, update: Update, report: RefitReport, error: BaseException | None) -> None:
+        if self._span is not None:
+            for worker in report.workers:
+                self._add_worker(self._span, worker)
+            attributes: dict[str, Any] = {
+                "rollway.version": self._version,
+                "rollway.mode": report.mode,
+                "rollway.workers": len(report.workers),
+                "rollway.paused_seconds": max(
+                    (worker.paused_seconds for worker in report.workers), default=0.0
+                ),
+            }
+            self._span.finish(attributes, error=error)
+        if self._history is not None:
+            self._history.note_refit(update, report, self._began, error)
 
     def _add_worker(self, refit: TraceSpan, report: WorkerReport) -> None:
         heard = self._heard.get(report.instance_id, {})
@@ -205,41 +207,6 @@ class RefitTrace:
         )
         for step, first, last in steps:
             worker.add_child(f"rollway.refit.{step}", first, last, {})
-
-
-class RefitRecording:
-    """Passes on the steps of one refit, and its end."""
-
-    def __init__(
-        self,
-        version: int,
-        observer: Observer | None,
-        history: DriverHistory | None,
-        tracer: Tracer | None,
-    ) -> None:
-        self._version, self._observer, self._history = version, observer, history
-        self._trace = None if tracer is None else RefitTrace(tracer, version)
-
-    @property
-    def observer(self) -> Observer | None:
-        """What the refit calls before each step; None if nobody listens."""
-        if self._history is None and self._trace is None:
-            return self._observer
-        return self._observe
-
-    async def _observe(self, step: str, worker: Worker) -> None:
-        if self._history is not None:
-            self._history.note_step(self._version, step, worker)
-        if self._trace is not None:
-            self._trace.note_step(step, worker)
-        if self._observer is not None:
-            await self._observer(step, worker)
-
-    async def follow(self, refit: Refit, work: Awaitable[RefitReport]) -> RefitReport:
-        """Wait for the refit; record and trace it, however it ends."""
-        if self._trace is not None:
-            work = self._trace.follow(refit, work)
-        return await (work if self._history is None else self._history.follow_refit(refit, work))
 
 
 def _make_report(refit: Refit, seconds: float) -> RefitReport:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollway.fleet.recording import DriverHistory
+from rollway.fleet.recording import DriverHistory, RefitRecording
 from rollway.fleet.updates import FromDisk
 from rollway.observe.read import Run
 
@@ -21,10 +21,11 @@ async def test_a_cancelled_refit_is_recorded_also_if_the_clock_is_set_back(
     refit = SimpleNamespace(plan=plan, mode="pause-all", workers={})
     history, times = DriverHistory(tmp_path, "s", "run-1"), iter([1.7e9 + 100])
     monkeypatch.setattr(time, "time", lambda: next(times, 1.7e9))
+    recording = RefitRecording(3, None, history, None)
     cancelled = asyncio.get_running_loop().create_future()
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await history.follow_refit(refit, cancelled)  # type: ignore[arg-type]
+        await recording.follow(refit, cancelled)  # type: ignore[arg-type]
     history.close()
     run = Run(tmp_path)
     (entry,) = [entry for entry in run.read() if entry["kind"] == "refit"]
