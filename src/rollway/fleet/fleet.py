@@ -14,20 +14,21 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from pathlib import Path
 from typing import Any, get_args
 
-from rollway.errors import RollwayError, UsageError
+from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
-from rollway.fleet.admin import AdminAPI, PauseMode, call_living
+from rollway.fleet.admin import AdminAPI, PauseMode, call_all, call_living, run_to_the_end
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.labels import Labels
 from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
-from rollway.fleet.pausing import Pauser
 from rollway.fleet.recording import DriverHistory, RefitRecording
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.roster import Roster, Supervised
-from rollway.fleet.sleep import Sleeper
+from rollway.fleet.service import Service
+from rollway.fleet.sleep import Sleeper, asleep_error
+from rollway.fleet.stages import split_in_stages
 from rollway.fleet.updates import Recipes, Update, Weights
 from rollway.fleet.worker_refit import Observer, RefitPlan, Replace
 from rollway.http import Http
@@ -83,7 +84,6 @@ class Fleet:
         self.tracer: Tracer | None = None
         """Makes a span of each refit."""
         self.adapters = Adapters(self.admin, self._secret)
-        self._pauser = Pauser(self.admin, self.versions, self._labels)
         self._sleeper = Sleeper(self.admin, self.versions, lambda worker: self._supervised(worker))
         self._roots = roots
         self._recipes = Recipes(roots, reference, self._secret, record)
@@ -128,7 +128,15 @@ class Fleet:
         """
         async with self._lock, self._guard():
             workers = await self.membership.list_answering()
-            await self._pauser.pause(workers, mode, clear_cache)
+            self.versions.close(is_pause=True)
+            try:
+                for stage in split_in_stages(workers, mode, lambda worker: worker.role):
+                    await call_living(
+                        stage, lambda w: self._service_of(w).pause(mode, clear_cache=clear_cache)
+                    )
+            except BaseException:
+                await run_to_the_end(self._undo_pause(workers))
+                raise
 
     async def resume(self) -> None:
         """Resume every worker whose weights are known.
@@ -138,7 +146,35 @@ class Fleet:
                 stays paused.
         """
         async with self._lock, self._guard():
-            await self._pauser.resume(await self.workers())
+            workers = await self.workers()
+            answering = [worker for worker in workers if worker.error is None]
+            labels = await self._labels.read_from(answering)
+            asleep = [w for w in answering if self.admin.sleep_level(w)]
+            awake = [w for w in answering if w not in asleep]
+            doubtful = [w for w in awake if (labels[w.instance_id] or 0) < 0]
+            try:
+                await call_living([w for w in awake if w not in doubtful], self._put_back)
+            finally:
+                self.versions.open()
+            await refuse_silent(workers)
+            if doubtful:
+                raise AdminError(
+                    f"{len(doubtful)} of {len(workers)} workers were left between two versions and "
+                    f"stay paused: {'; '.join(map(str, doubtful))}.",
+                    "Refit them, or restart them.",
+                )
+            if asleep:
+                raise asleep_error(asleep, len(workers))
+
+    async def _undo_pause(self, workers: Sequence[Worker]) -> None:
+        await call_all(workers, self._put_back)
+        self.versions.open()
+
+    async def _put_back(self, worker: Worker) -> None:
+        await self._service_of(worker).put_back()
+
+    def _service_of(self, worker: Worker) -> Service:
+        return Service(self.admin, self.versions, worker)
 
     async def sleep(self, level: int = 1, mode: PauseMode = "wait") -> SleepReport:
         """Let every worker release its memory, until `wake` or the next refit.
