@@ -23,9 +23,8 @@ from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.labels import Labels
 from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
 from rollway.fleet.recording import DriverHistory, RefitRecording
-from rollway.fleet.refit import Refit
+from rollway.fleet.refit import Refit, Roster, Supervised
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
-from rollway.fleet.roster import Roster, Supervised
 from rollway.fleet.service import Service
 from rollway.fleet.sleep import Sleeper, asleep_error
 from rollway.fleet.stages import split_in_stages
