@@ -22,7 +22,6 @@ import pytest
 import rollway
 from rollway import processes
 from rollway.errors import AdminError
-from rollway.fleet import vllm_admin
 from rollway.fleet.admin import IN_DOUBT, NoSuchMethod
 from rollway.fleet.discovery import Worker
 from rollway.fleet.vllm_admin import VllmAdmin
@@ -46,9 +45,8 @@ ENDLESS = 1800
 """Tokens: 18 seconds with the brake on, so such a request is in flight until it is ended."""
 _versions = itertools.count(1)
 
-# What a user's own engine code could look like; `init_broadcaster` waits for nobody.
+# What a user's own engine code could look like.
 EXTENSION = """
-import time
 from rollway.engine.worker import WorkerExtension, load_checkpoint
 
 class Probe(WorkerExtension):
@@ -58,9 +56,6 @@ class Probe(WorkerExtension):
 
     def probe_buggy(self):
         return None.missing
-
-    def init_broadcaster(self, seconds):
-        time.sleep(seconds)
 """
 WORD = "the secret of this server"
 SERVER_ENV = {
@@ -378,17 +373,6 @@ async def test_a_flush_is_refused_while_a_request_holds_blocks(
     await admin.flush_cache(server)
 
 
-async def test_sleep_and_wake(
-    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
-) -> None:
-    await switch(admin, server, policies[0])
-    for tags in (None, ["weights", "kv_cache"]):
-        await admin.sleep(server, 1)
-        await admin.wake(server, tags)
-        done = await complete(http, server, Completion(fresh_prompt()))
-        assert done.distance(policies[0]) <= TOLERANCE
-
-
 async def test_an_adapter_is_loaded_replaced_in_place_and_unloaded(
     admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy], tmp_path: Path
 ) -> None:
@@ -415,19 +399,6 @@ async def test_an_adapter_is_loaded_replaced_in_place_and_unloaded(
         await admin.unload_lora(server, "style")
     with pytest.raises(AdminError, match="No adapter found"):
         await admin.load_lora(server, "style", tmp_path / "nowhere")
-
-
-async def test_a_rendezvous_that_hangs_times_out(
-    admin: VllmAdmin, server: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await admin.init_group(server, {"seconds": 0})
-    monkeypatch.setattr(vllm_admin, "RENDEZVOUS_SECONDS", 0.5)
-    with pytest.raises(AdminError, match=r"did not join the weight group: .*restart the server"):
-        await admin.init_group(server, {"seconds": 2})
-    assert await admin.health(server)
-    # Whatever comes next waits for it, and gets an answer of its own.
-    with pytest.raises(NoSuchMethod):
-        await admin.call(server, "nothing_of_the_kind", {})
 
 
 async def test_attach_refit_and_sample_on_a_plain_server(

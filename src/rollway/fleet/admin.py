@@ -36,9 +36,6 @@ MAX_PARALLEL_CALLS = 128
 IN_DOUBT = -1
 """The label of a worker whose weights are unknown. Every negative label means that no version is
 served; see `unverified_label` and `leaving_label`."""
-# A worker that waits longer than this for the other side of a weight group exits
-# (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
-RENDEZVOUS_SECONDS = 30.0
 ASK_SECONDS = 0.5
 """The first wait before a worker that sent no notification is asked; later waits are longer."""
 

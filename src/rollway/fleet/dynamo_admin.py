@@ -15,7 +15,6 @@ from typing import Any
 
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
-    RENDEZVOUS_SECONDS,
     AdminAPI,
     AnotherProcess,
     Asleep,
@@ -48,6 +47,9 @@ from rollway.signed_calls import (
 )
 from rollway.spec import AdminTimeouts
 
+# A worker that waits longer than this for the other side of a weight group exits
+# (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
+RENDEZVOUS_SECONDS = 30.0
 # Dynamo serves these routes, but does not list them.
 _UNADVERTISED = {
     "model_taints": "update/model_taints",

@@ -79,7 +79,7 @@ async def main() -> dict[str, Any]:
     async with Http() as http, serving("/v1/rl/workers", {"workers": entries}) as listing:
         workers = await discover(http, DnsListing("pods.rl", 8000, (RlListing(listing),)))
     return {
-        "workers": {each.inference_url: [each.admin_url, each.error] for each in workers},
+        "workers": [[each.admin_url, each.error] for each in workers],
         "names": {name: await resolve(f"{name}.rl") for name in ("empty", "unknown", "broken")},
     }
 
