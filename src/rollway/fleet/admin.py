@@ -22,7 +22,7 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar
 
 from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
 from rollway.fleet.discovery import Worker, is_dead
@@ -200,33 +200,6 @@ class AdminAPI(Protocol):
         """Return whether a worker is paused, and neither asleep nor in a refit, as its last answer
         to `weight_version` says."""
         ...
-
-
-class CountedCalls:
-    """An `AdminAPI` that adds its calls and their seconds to a report."""
-
-    def __init__(self, admin: AdminAPI, note: Callable[[str, float], None]) -> None:
-        self._admin = admin
-        self._note = note
-
-    @asynccontextmanager
-    async def pin(self) -> AsyncIterator[AdminAPI]:
-        async with self._admin.pin() as connection:
-            yield cast(AdminAPI, CountedCalls(connection, self._note))
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._admin, name)
-        if not asyncio.iscoroutinefunction(call):
-            return call
-
-        async def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.monotonic()
-            try:
-                return await call(*args, **kwargs)
-            finally:
-                self._note(name, time.monotonic() - began)
-
-        return run
 
 
 async def call_all(
