@@ -74,7 +74,6 @@ class Fleet:
             model,
             note_roles=self.versions.note_roles,
         )
-        self.membership.on_leave(self._forget)
         self._labels = Labels(self.admin, self.versions, self.membership, record)
         self.observer: Observer | None = None
         """Called with each step of a refit and its worker, before the step."""
@@ -394,10 +393,8 @@ class Fleet:
 
     async def watch(self, seconds: float = POLL_SECONDS) -> None:
         """Notice joins and leaves, and admit workers that join, until cancelled."""
-        if self.history is not None:
-            self.history.follow_membership(self.model, self.membership, self.versions)
         while True:
-            if await self.membership.poll() and await self._labels.is_any_behind():
+            if await self._look_around() and await self._labels.is_any_behind():
                 try:
                     await self.admit()
                 except RollwayError as error:
@@ -409,6 +406,18 @@ class Fleet:
             except RollwayError as error:
                 log.warning("a worker could not load the adapters: %s", error)
             await self.membership.wait_for_change(seconds)
+
+    async def _look_around(self) -> bool:
+        """List the workers, and note who joined and left; return False if the listing failed."""
+        changes = await self.membership.poll()
+        if changes is None:
+            return False
+        for worker in changes.left:
+            self.versions.forget(worker.instance_id)
+        if self.history is not None and (changes.joined or changes.left):
+            self.history.note_changes(changes)
+            self.history.note_workers(self.model, self.membership.known, self.versions)
+        return True
 
     async def _admit_to_adapters(self) -> None:
         """Load the adapters on workers that have joined and are on the current version."""
@@ -477,9 +486,6 @@ class Fleet:
                 self._doubtful.add(instance)
             elif worker.report.state != "untouched":
                 self._doubtful.discard(instance)
-
-    async def _forget(self, worker: Worker) -> None:
-        self.versions.forget(worker.instance_id)
 
 
 def _split_version(version: int | Weights, update: Weights | None) -> tuple[int | None, Weights]:

@@ -3,7 +3,7 @@
 Every listing makes the frontend probe all workers: a hung worker delays it by 5 s, and one with
 many streams by up to a second. So a listing is reused for a moment, and callers at the same time
 share one. `confirm` and `has_changed` ask only whether somebody joined or left since. `poll` lists
-again and notifies listeners of joins and leaves. A listing that failed changes nothing.
+again and says who joined and left. A listing that failed changes nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rollway.errors import AdminError, RollwayError
 from rollway.fleet.admin import no_workers_error, silent_workers_error
@@ -21,8 +21,6 @@ from rollway.http import Http
 from rollway.model_spec import WorkerRole
 
 log = logging.getLogger(__name__)
-
-Listener = Callable[[Worker], Awaitable[None]]
 
 KEEP_SECONDS = 2.0
 POLL_SECONDS = 5.0
@@ -33,6 +31,14 @@ CLOSE_LOOK_SECONDS, CLOSE_SECONDS = 0.2, 10.0
 look takes the frontend a millisecond."""
 DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)
 """The waits before each check whether a silent worker has died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Who joined and left between two listings."""
+
+    joined: list[Worker]
+    left: list[Worker]
 
 
 class Membership:
@@ -63,21 +69,14 @@ class Membership:
         self._looked: frozenset[int] | None = None
         """The ids that the last look saw which was news."""
         self._listing: asyncio.Task[list[Worker]] | None = None
-        self._join_listeners: list[Listener] = []
-        self._leave_listeners: list[Listener] = []
-        self._announced: dict[int, Worker] = {}
+        self._polled: dict[int, Worker] | None = None
+        """The workers of the last poll."""
         self._is_reachable = True
 
     @property
     def known(self) -> list[Worker]:
         """The workers of the last listing, without asking anybody."""
         return list(self._known)
-
-    def on_join(self, listener: Listener) -> None:
-        self._join_listeners.append(listener)
-
-    def on_leave(self, listener: Listener) -> None:
-        self._leave_listeners.append(listener)
 
     async def workers(self, *, fresh: bool = False) -> list[Worker]:
         """Return the workers; `fresh` lists them now, otherwise a recent listing is used."""
@@ -137,27 +136,25 @@ class Membership:
             if await self.has_changed():
                 return
 
-    async def poll(self) -> bool:
-        """List the workers and notify listeners of joins (all workers at the first poll) and
-        leaves. Return False if the listing failed."""
+    async def poll(self) -> Changes | None:
+        """List the workers; return who has joined and left since the last poll, or, at the first,
+        since the last listing. None if the listing failed."""
+        before = {worker.instance_id: worker for worker in self._known}
+        if self._polled is not None:
+            before = self._polled
         try:
             listed = {worker.instance_id: worker for worker in await self.workers(fresh=True)}
         except RollwayError as error:
             if self._is_reachable:  # log an outage once
                 log.warning("the workers cannot be listed: %s", error.message)
             self._is_reachable = False
-            return False
-        self._is_reachable = True
-        before, self._announced = self._announced, listed
-        for instance, worker in before.items():
-            if instance not in listed:
-                await _notify(self._leave_listeners, worker)
-        for instance, worker in listed.items():
-            # A worker that could not be probed when it was first listed joins now.
-            earlier = before.get(instance)
-            if worker.error is None and (earlier is None or earlier.error is not None):
-                await _notify(self._join_listeners, worker)
-        return True
+            return None
+        self._is_reachable, self._polled = True, listed
+        left = [worker for instance, worker in before.items() if instance not in listed]
+        # A worker that could not be probed when it was first listed joins now.
+        were_there = {instance for instance, worker in before.items() if worker.error is None}
+        answering = [worker for worker in listed.values() if worker.error is None]
+        return Changes([w for w in answering if w.instance_id not in were_there], left)
 
     async def has_died(self, worker: Worker) -> bool:
         """Return whether a worker that did not answer has died. A process takes a moment to exit,
@@ -192,14 +189,6 @@ class Membership:
         self._listed_at = time.monotonic()
         self._note_roles({worker.instance_id: worker.role for worker in self._known})
         return self._known
-
-
-async def _notify(listeners: list[Listener], worker: Worker) -> None:
-    for listener in listeners:
-        try:
-            await listener(worker)
-        except RollwayError as error:
-            log.warning("%s: %s", worker, error)
 
 
 async def refuse_silent(listed: Sequence[Worker]) -> None:

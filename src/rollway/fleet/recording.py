@@ -16,7 +16,7 @@ from typing import Any
 
 from rollway.errors import RefitError
 from rollway.fleet.discovery import Worker
-from rollway.fleet.membership import Membership
+from rollway.fleet.membership import Changes
 from rollway.fleet.refit import Refit
 from rollway.fleet.report import RefitReport, WorkerReport
 from rollway.fleet.updates import FromDisk, Offered, Update
@@ -84,27 +84,11 @@ class DriverHistory:
         """Record how many versions of each adapter the workers hold."""
         self.recorder.write("adapters", versions=counts)
 
-    def follow_membership(
-        self, model: str | None, membership: Membership, versions: FleetVersions
-    ) -> None:
-        """Record workers that join or leave from now on."""
-        present = {worker.instance_id for worker in membership.known}
-
-        async def note_join(worker: Worker) -> None:
-            if worker.instance_id not in present:
-                self._note_worker("join", worker)
-                self.note_workers(model, membership.known, versions)
-
-        async def note_leave(worker: Worker) -> None:
-            present.discard(worker.instance_id)
-            self._note_worker("leave", worker)
-            self.note_workers(model, membership.known, versions)
-
-        membership.on_join(note_join)
-        membership.on_leave(note_leave)
-
-    def _note_worker(self, event: str, worker: Worker) -> None:
-        self.recorder.event(event, worker.admin_url, instance=str(worker.instance_id))
+    def note_changes(self, changes: Changes) -> None:
+        """Record workers that have joined or left."""
+        for event, workers in (("leave", changes.left), ("join", changes.joined)):
+            for worker in workers:
+                self.recorder.event(event, worker.admin_url, instance=str(worker.instance_id))
 
     def note_workers(
         self, model: str | None, workers: Sequence[Worker], versions: FleetVersions

@@ -120,38 +120,32 @@ async def test_callers_at_the_same_time_share_a_listing() -> None:
         assert calls == 2
 
 
-async def test_listeners_are_notified_and_a_failed_listing_is_not_a_leave() -> None:
-    fleet = [FakeWorker(1), FakeWorker(2, error="DeadlineExceeded")]
-    events: list[str] = []
-
-    async def joined(worker: Worker) -> None:
-        events.append(f"+{worker.instance_id}")
-
-    async def left(worker: Worker) -> None:
-        events.append(f"-{worker.instance_id}")
-
+async def test_a_poll_says_who_joined_and_left_and_a_failed_listing_is_not_a_leave() -> None:
     entries: dict[str, Any] = {}
-
-    def listing() -> dict[str, Any]:
-        return entries
-
-    async with serving("/v1/rl/workers", listing) as url, Http() as http:
+    async with serving("/v1/rl/workers", lambda: entries) as url, Http() as http:
         members = Membership(http, RlListing(url))
-        members.on_join(joined)
-        members.on_leave(left)
-        routes = fleet[0].routes
-        first = {"instance_id": 1, "system_url": "http://h:1", "routes": routes, "model": "m"}
-        second = {"instance_id": 2, "system_url": "http://h:2", "routes": routes, "model": "m"}
+
+        async def poll() -> list[list[int]] | None:
+            changes = await members.poll()
+            if changes is None:
+                return None
+            return [[w.instance_id for w in part] for part in (changes.joined, changes.left)]
+
+        first, second, third = (
+            {"instance_id": n, "system_url": f"http://h:{n}", "routes": FakeWorker(n).routes}
+            for n in (1, 2, 3)
+        )
+        entries["workers"] = [third]
+        await members.workers()
         entries["workers"] = [first, {**second, "error": "DeadlineExceeded"}]
-        assert await members.poll()
-        assert events == ["+1"]
+        assert await poll() == [[1], [3]]  # since the listing before
         entries["workers"] = None
-        assert not await members.poll()
+        assert await poll() is None
         entries["workers"] = [first, second]
-        await members.poll()
+        await members.workers(fresh=True)  # another listing takes no news away
+        assert await poll() == [[2], []]
         entries["workers"] = [second]
-        await members.poll()
-    assert events == ["+1", "+2", "-1"]
+        assert await poll() == [[], [1]]
 
 
 async def test_an_unreachable_listing_raises() -> None:
