@@ -23,7 +23,7 @@ from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.labels import Labels
 from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
 from rollway.fleet.recording import DriverHistory, RefitRecording
-from rollway.fleet.refit import Refit, Roster, Supervised
+from rollway.fleet.refit import Refit, Supervised
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.service import Service
 from rollway.fleet.sleep import Sleeper, asleep_error
@@ -389,6 +389,7 @@ class Fleet:
             if not await self._labels.is_any_behind():
                 return None
             async with self._run(version, update) as (refit, recording):
+                refit.mode, refit.skip = "rolling", frozenset(self._doubtful)
                 return await recording.follow(refit, refit.catch_up())
 
     async def watch(self, seconds: float = POLL_SECONDS) -> None:
@@ -468,8 +469,9 @@ class Fleet:
             observer=recording.note_step,
         )
         refit = Refit(
-            Roster(plan, self.membership, self._supervised),
-            skip=frozenset(self._doubtful),
+            plan,
+            self.membership,
+            self._supervised,
             is_awaited=lambda: self._waiting > 0,
             record=None if self._record is None else self._record.claim,
         )

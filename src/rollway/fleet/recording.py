@@ -125,7 +125,7 @@ class RefitRecording:
     ) -> None:
         self._version, self._observer, self._history = version, observer, history
         self._span = None if tracer is None else tracer.begin("rollway.refit")
-        self._began, self._clock = time.time(), time.monotonic()
+        self._began = time.time()
         self._heard: dict[int, dict[str, int]] = {}
         """When each worker began a step, in nanoseconds since 1970."""
 
@@ -142,8 +142,7 @@ class RefitRecording:
         try:
             report = await work
         except BaseException as error:
-            partial = _make_report(refit, time.monotonic() - self._clock)
-            report = error.report if isinstance(error, RefitError) else partial
+            report = error.report if isinstance(error, RefitError) else refit.make_report()
             self._finish(refit.plan.update, report, error)
             raise
         if report.workers:  # otherwise nobody was behind
@@ -191,15 +190,6 @@ class RefitRecording:
         )
         for step, first, last in steps:
             worker.add_child(f"rollway.refit.{step}", first, last, {})
-
-
-def _make_report(refit: Refit, seconds: float) -> RefitReport:
-    """Return the report of a refit that has none, because it was cancelled or refused."""
-    workers = [worker.report for worker in refit.workers.values()]
-    paused = max((worker.paused_seconds for worker in workers), default=0.0)
-    return RefitReport(
-        refit.plan.version, refit.mode, seconds=seconds, paused_seconds=paused, workers=workers
-    )
 
 
 def _describe_update(update: Update) -> tuple[str | None, int | None]:
