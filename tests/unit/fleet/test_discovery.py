@@ -112,7 +112,7 @@ async def test_callers_at_the_same_time_share_a_listing() -> None:
         return {"workers": []}
 
     async with serving("/v1/rl/workers", answer) as url, Http() as http:
-        members = Membership(http, RlListing(url), keep_seconds=5.0)
+        members = Membership(http, RlListing(url))
         await asyncio.gather(*(members.workers() for _ in range(10)))
         await members.workers()
         assert calls == 1
