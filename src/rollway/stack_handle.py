@@ -13,7 +13,7 @@ from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
 from rollway.fleet.canary import Answer, make_canary
 from rollway.fleet.discovery import RlListing, Source, StaticList, Worker
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.history import DriverHistory
+from rollway.fleet.recording import DriverHistory
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin

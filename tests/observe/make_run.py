@@ -160,7 +160,7 @@ class MadeRun:
             if not failed:
                 self.versions[name] = version
             update = seconds["load"] + seconds["flush"] + seconds["verify"]
-            steps = {f"{'update' if s == 'load' else s}.call": v for s, v in seconds.items()}
+            steps = {"update" if s == "load" else s: v for s, v in seconds.items()}
             workers.append(
                 {"instance_id": self.instances[name],
                  "state": "in doubt" if failed else "serving",

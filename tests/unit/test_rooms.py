@@ -46,7 +46,7 @@ BUDGET = {
     "cli": (15, 1_630),
     "demo": (6, 690),
     "engine": (24, 4_190),
-    "fleet": (22, 3_520),
+    "fleet": (18, 3_340),
     "gateway": (12, 2_350),
     "integrations/curator": (5, 640),
     "integrations/nemo_rl": (16, 2_580),

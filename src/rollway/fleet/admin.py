@@ -22,11 +22,10 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar
 
-from rollway.errors import AdminError, NoWorkers, RequestFailed, RollwayError, UsageError
+from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
 from rollway.fleet.discovery import Worker, is_dead
-from rollway.http import Http
 from rollway.weights.offer import STILL
 
 T = TypeVar("T")
@@ -37,9 +36,6 @@ MAX_PARALLEL_CALLS = 128
 IN_DOUBT = -1
 """The label of a worker whose weights are unknown. Every negative label means that no version is
 served; see `unverified_label` and `leaving_label`."""
-# A worker that waits longer than this for the other side of a weight group exits
-# (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
-RENDEZVOUS_SECONDS = 30.0
 ASK_SECONDS = 0.5
 """The first wait before a worker that sent no notification is asked; later waits are longer."""
 
@@ -96,10 +92,6 @@ class AdminAPI(Protocol):
 
     async def health(self, worker: Worker) -> bool: ...
 
-    async def models(self, openai_url: str) -> list[str]:
-        """Return the model names at an OpenAI base URL (admin calls use another address)."""
-        ...
-
     async def pause(
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
     ) -> None:
@@ -133,10 +125,6 @@ class AdminAPI(Protocol):
     ) -> None:
         """Join a group for weight transfer; the trainer must join it at the same time."""
         ...
-
-    async def destroy_group(
-        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
-    ) -> None: ...
 
     async def load_lora(
         self, worker: Worker, name: str, path: Path, *, fresh: bool = False
@@ -184,8 +172,6 @@ class AdminAPI(Protocol):
         """Set the taints: the router sends requests here that require one of them, or none."""
         ...
 
-    async def abort(self, worker: Worker, request_id: str) -> None: ...
-
     async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
         """Return the memory of every rank; with a level, also why it may not sleep at it. Raise
         `NoSuchMethod` where a worker cannot report it."""
@@ -214,43 +200,6 @@ class AdminAPI(Protocol):
         """Return whether a worker is paused, and neither asleep nor in a refit, as its last answer
         to `weight_version` says."""
         ...
-
-
-class CountedCalls:
-    """An `AdminAPI` that adds its calls and their seconds to a report."""
-
-    def __init__(self, admin: AdminAPI, note: Callable[[str, float], None]) -> None:
-        self._admin = admin
-        self._note = note
-
-    @asynccontextmanager
-    async def pin(self) -> AsyncIterator[AdminAPI]:
-        async with self._admin.pin() as connection:
-            yield cast(AdminAPI, CountedCalls(connection, self._note))
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._admin, name)
-        if not asyncio.iscoroutinefunction(call):
-            return call
-
-        async def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.monotonic()
-            try:
-                return await call(*args, **kwargs)
-            finally:
-                self._note(name, time.monotonic() - began)
-
-        return run
-
-
-async def list_models(http: Http, openai_url: str, timeout: float) -> list[str]:
-    """Return the model names at an OpenAI base URL, with or without its /v1."""
-    base = openai_url.rstrip("/").removesuffix("/v1")
-    answer = await http.get(f"{base}/v1/models", timeout=timeout)
-    try:
-        return [str(entry["id"]) for entry in answer["data"]]
-    except (KeyError, TypeError) as error:
-        raise RequestFailed(f"{base}/v1/models answered without models.", status=200) from error
 
 
 async def call_all(

@@ -51,8 +51,6 @@ class Worker:
     error: str | None = None
     role: WorkerRole = ""
     """With prefill and decode apart, which of them it does."""
-    inference_url: str = ""
-    """Where its own model answers, if the source knows it."""
     request_address: str = ""
     """Where the frontend sends its requests, if the source says so. A worker in error is listed
     with this address alone, and its successor has another one."""
@@ -96,7 +94,7 @@ class DnsListing:
 
     hostname: str
     port: int = 8000
-    """Where the pods' models answer."""
+    """Where the pods answer."""
     listings: tuple[RlListing, ...] = ()
     """Where the admin addresses of pods are listed. Without any, pods take admin calls at `port`,
     as prime-rl's own servers do."""
@@ -243,11 +241,11 @@ async def _read_dns_listing(http: Http, source: DnsListing, retry: Retry) -> lis
     async def find(address: str) -> Worker:
         url = f"http://[{address}]" if ":" in address else f"http://{address}"
         url = f"{url}:{source.port}"
-        pod = Worker(_make_stand_in_id(url), "", url, inference_url=url)
+        pod = Worker(_make_stand_in_id(url), "", url)
         if not source.listings:
             return await _probe(http, pod)
         try:
-            return replace(await find_pod_worker(address, listed), inference_url=url)
+            return await find_pod_worker(address, listed)
         except Unreachable as error:
             return replace(pod, admin_url="", error=str(error))
 

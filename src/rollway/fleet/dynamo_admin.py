@@ -15,7 +15,6 @@ from typing import Any
 
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
-    RENDEZVOUS_SECONDS,
     AdminAPI,
     AnotherProcess,
     Asleep,
@@ -26,7 +25,6 @@ from rollway.fleet.admin import (
     RefitRefused,
     StageReply,
     is_missing_method,
-    list_models,
     parse_label,
     unwrap_engine_error,
 )
@@ -49,6 +47,9 @@ from rollway.signed_calls import (
 )
 from rollway.spec import AdminTimeouts
 
+# A worker that waits longer than this for the other side of a weight group exits
+# (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).
+RENDEZVOUS_SECONDS = 30.0
 # Dynamo serves these routes, but does not list them.
 _UNADVERTISED = {
     "model_taints": "update/model_taints",
@@ -104,9 +105,6 @@ class DynamoAdmin:
             return False
         return reply.get("alive") is True
 
-    async def models(self, openai_url: str) -> list[str]:
-        return await list_models(self._http, openai_url, self._timeouts.probe)
-
     async def pause(
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
     ) -> None:
@@ -153,12 +151,6 @@ class DynamoAdmin:
                 f"the worker can reach. A worker that waits {RENDEZVOUS_SECONDS:g} s for the other "
                 "side exits (DYN_RL_INIT_WEIGHTS_TIMEOUT_S).",
             ) from error
-
-    async def destroy_group(
-        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
-    ) -> None:
-        body = {**arguments, **({"engine_rpc": method} if method else {})}
-        await self._post(worker, "destroy_weights_update_group", body, retry=ONCE)
 
     async def load_lora(
         self, worker: Worker, name: str, path: Path, *, fresh: bool = False
@@ -223,9 +215,6 @@ class DynamoAdmin:
 
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
         await self._post(worker, "model_taints", {"taints": list(taints)})
-
-    async def abort(self, worker: Worker, request_id: str) -> None:
-        await self._post(worker, "abort_request", {"request_id": request_id})
 
     async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
         reply = await self._post_own(worker, MEMORY, {"level": level})

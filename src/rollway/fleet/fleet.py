@@ -14,21 +14,20 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from pathlib import Path
 from typing import Any, get_args
 
-from rollway.errors import RollwayError, UsageError
+from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
-from rollway.fleet.admin import AdminAPI, PauseMode, call_living
+from rollway.fleet.admin import AdminAPI, PauseMode, call_all, call_living, run_to_the_end
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
 from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
-from rollway.fleet.history import DriverHistory
 from rollway.fleet.labels import Labels
 from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
-from rollway.fleet.pausing import Pauser
-from rollway.fleet.recording import RefitRecording
-from rollway.fleet.refit import Refit
+from rollway.fleet.recording import DriverHistory, RefitRecording
+from rollway.fleet.refit import Refit, Supervised
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
-from rollway.fleet.roster import Roster, Supervised
-from rollway.fleet.sleep import Sleeper
+from rollway.fleet.service import Service
+from rollway.fleet.sleep import Sleeper, asleep_error
+from rollway.fleet.stages import split_in_stages
 from rollway.fleet.updates import Recipes, Update, Weights
 from rollway.fleet.worker_refit import Observer, RefitPlan, Replace
 from rollway.http import Http
@@ -75,7 +74,6 @@ class Fleet:
             model,
             note_roles=self.versions.note_roles,
         )
-        self.membership.on_leave(self._forget)
         self._labels = Labels(self.admin, self.versions, self.membership, record)
         self.observer: Observer | None = None
         """Called with each step of a refit and its worker, before the step."""
@@ -84,7 +82,6 @@ class Fleet:
         self.tracer: Tracer | None = None
         """Makes a span of each refit."""
         self.adapters = Adapters(self.admin, self._secret)
-        self._pauser = Pauser(self.admin, self.versions, self._labels)
         self._sleeper = Sleeper(self.admin, self.versions, lambda worker: self._supervised(worker))
         self._roots = roots
         self._recipes = Recipes(roots, reference, self._secret, record)
@@ -129,7 +126,15 @@ class Fleet:
         """
         async with self._lock, self._guard():
             workers = await self.membership.list_answering()
-            await self._pauser.pause(workers, mode, clear_cache)
+            self.versions.close(is_pause=True)
+            try:
+                for stage in split_in_stages(workers, mode, lambda worker: worker.role):
+                    await call_living(
+                        stage, lambda w: self._service_of(w).pause(mode, clear_cache=clear_cache)
+                    )
+            except BaseException:
+                await run_to_the_end(self._undo_pause(workers))
+                raise
 
     async def resume(self) -> None:
         """Resume every worker whose weights are known.
@@ -139,7 +144,35 @@ class Fleet:
                 stays paused.
         """
         async with self._lock, self._guard():
-            await self._pauser.resume(await self.workers())
+            workers = await self.workers()
+            answering = [worker for worker in workers if worker.error is None]
+            labels = await self._labels.read_from(answering)
+            asleep = [w for w in answering if self.admin.sleep_level(w)]
+            awake = [w for w in answering if w not in asleep]
+            doubtful = [w for w in awake if (labels[w.instance_id] or 0) < 0]
+            try:
+                await call_living([w for w in awake if w not in doubtful], self._put_back)
+            finally:
+                self.versions.open()
+            await refuse_silent(workers)
+            if doubtful:
+                raise AdminError(
+                    f"{len(doubtful)} of {len(workers)} workers were left between two versions and "
+                    f"stay paused: {'; '.join(map(str, doubtful))}.",
+                    "Refit them, or restart them.",
+                )
+            if asleep:
+                raise asleep_error(asleep, len(workers))
+
+    async def _undo_pause(self, workers: Sequence[Worker]) -> None:
+        await call_all(workers, self._put_back)
+        self.versions.open()
+
+    async def _put_back(self, worker: Worker) -> None:
+        await self._service_of(worker).put_back()
+
+    def _service_of(self, worker: Worker) -> Service:
+        return Service(self.admin, self.versions, worker)
 
     async def sleep(self, level: int = 1, mode: PauseMode = "wait") -> SleepReport:
         """Let every worker release its memory, until `wake` or the next refit.
@@ -356,14 +389,13 @@ class Fleet:
             if not await self._labels.is_any_behind():
                 return None
             async with self._run(version, update) as (refit, recording):
+                refit.mode, refit.skip = "rolling", frozenset(self._doubtful)
                 return await recording.follow(refit, refit.catch_up())
 
     async def watch(self, seconds: float = POLL_SECONDS) -> None:
         """Notice joins and leaves, and admit workers that join, until cancelled."""
-        if self.history is not None:
-            self.history.follow_membership(self.model, self.membership, self.versions)
         while True:
-            if await self.membership.poll() and await self._labels.is_any_behind():
+            if await self._look_around() and await self._labels.is_any_behind():
                 try:
                     await self.admit()
                 except RollwayError as error:
@@ -375,6 +407,18 @@ class Fleet:
             except RollwayError as error:
                 log.warning("a worker could not load the adapters: %s", error)
             await self.membership.wait_for_change(seconds)
+
+    async def _look_around(self) -> bool:
+        """List the workers, and note who joined and left; return False if the listing failed."""
+        changes = await self.membership.poll()
+        if changes is None:
+            return False
+        for worker in changes.left:
+            self.versions.forget(worker.instance_id)
+        if self.history is not None and (changes.joined or changes.left):
+            self.history.note_changes(changes)
+            self.history.note_workers(self.model, self.membership.known, self.versions)
+        return True
 
     async def _admit_to_adapters(self) -> None:
         """Load the adapters on workers that have joined and are on the current version."""
@@ -422,11 +466,12 @@ class Fleet:
             version,
             canaries=None if self._canary is None else CanaryCheck(self._canary, expected),
             replace=self._replace,
-            observer=recording.observer,
+            observer=recording.note_step,
         )
         refit = Refit(
-            Roster(plan, self.membership, self._supervised),
-            skip=frozenset(self._doubtful),
+            plan,
+            self.membership,
+            self._supervised,
             is_awaited=lambda: self._waiting > 0,
             record=None if self._record is None else self._record.claim,
         )
@@ -443,9 +488,6 @@ class Fleet:
                 self._doubtful.add(instance)
             elif worker.report.state != "untouched":
                 self._doubtful.discard(instance)
-
-    async def _forget(self, worker: Worker) -> None:
-        self.versions.forget(worker.instance_id)
 
 
 def _split_version(version: int | Weights, update: Weights | None) -> tuple[int | None, Weights]:

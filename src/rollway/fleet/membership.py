@@ -3,7 +3,7 @@
 Every listing makes the frontend probe all workers: a hung worker delays it by 5 s, and one with
 many streams by up to a second. So a listing is reused for a moment, and callers at the same time
 share one. `confirm` and `has_changed` ask only whether somebody joined or left since. `poll` lists
-again and notifies listeners of joins and leaves. A listing that failed changes nothing.
+again and says who joined and left. A listing that failed changes nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rollway.errors import AdminError, RollwayError
 from rollway.fleet.admin import no_workers_error, silent_workers_error
@@ -21,8 +21,6 @@ from rollway.http import Http
 from rollway.model_spec import WorkerRole
 
 log = logging.getLogger(__name__)
-
-Listener = Callable[[Worker], Awaitable[None]]
 
 KEEP_SECONDS = 2.0
 POLL_SECONDS = 5.0
@@ -35,6 +33,14 @@ DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)
 """The waits before each check whether a silent worker has died."""
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Who joined and left between two listings."""
+
+    joined: list[Worker]
+    left: list[Worker]
+
+
 class Membership:
     """The workers of one model at one source."""
 
@@ -44,18 +50,13 @@ class Membership:
         source: Source,
         model: str | None = None,
         *,
-        keep_seconds: float = KEEP_SECONDS,
         note_roles: Callable[[Mapping[int, WorkerRole]], None] = lambda _: None,
     ) -> None:
         self.source = source
         self._http = http
         self._model = model
-        self._keep_seconds = keep_seconds
-        self._known: list[Worker] = []
-        self._instances: frozenset[int] = frozenset()
-        """The ids of all workers in the last listing, of other models too."""
-        self._models: dict[int, str] = {}
-        self._roles: dict[int, WorkerRole] = {}
+        self._listed: dict[int, Worker] = {}
+        """The workers in the last listing, of other models too."""
         self._note_roles = note_roles
         self._left_out: set[int] = set()
         self._listed_at = float("-inf")
@@ -63,26 +64,25 @@ class Membership:
         self._looked: frozenset[int] | None = None
         """The ids that the last look saw which was news."""
         self._listing: asyncio.Task[list[Worker]] | None = None
-        self._join_listeners: list[Listener] = []
-        self._leave_listeners: list[Listener] = []
-        self._announced: dict[int, Worker] = {}
+        self._polled: dict[int, Worker] | None = None
+        """The workers of the last poll."""
         self._is_reachable = True
 
     @property
     def known(self) -> list[Worker]:
         """The workers of the last listing, without asking anybody."""
-        return list(self._known)
-
-    def on_join(self, listener: Listener) -> None:
-        self._join_listeners.append(listener)
-
-    def on_leave(self, listener: Listener) -> None:
-        self._leave_listeners.append(listener)
+        # A worker whose model was never listed may be ours, so it is kept.
+        models = None if self._model is None else (self._model, "")
+        return [
+            worker
+            for instance, worker in self._listed.items()
+            if instance not in self._left_out and (models is None or worker.model in models)
+        ]
 
     async def workers(self, *, fresh: bool = False) -> list[Worker]:
         """Return the workers; `fresh` lists them now, otherwise a recent listing is used."""
-        if not fresh and time.monotonic() - self._listed_at < self._keep_seconds:
-            return list(self._known)
+        if not fresh and time.monotonic() - self._listed_at < KEEP_SECONDS:
+            return self.known
         # A fresh listing must start now: one that is already running may show an older state.
         if fresh or self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(self._list())
@@ -105,22 +105,21 @@ class Membership:
         used, because it has none of this stack's versions."""
         log.warning("left out, because it has another secret: %s", error)
         self._left_out.add(worker.instance_id)
-        self._known = [each for each in self._known if each != worker]
 
     async def confirm(self) -> list[Worker] | None:
         """Return the workers of the last listing, if all of them answered it and nobody has joined
         or left since; else None. This asks no worker: whether they still answer is unknown."""
-        listed, instances = list(self._known), self._instances
-        if not listed or any(worker.error is not None for worker in listed):
+        known, listed = self.known, self._listed
+        if not known or any(worker.error is not None for worker in known):
             return None
-        return listed if await list_instances(self._http, self.source) == instances else None
+        return known if await list_instances(self._http, self.source) == listed.keys() else None
 
     async def has_changed(self) -> bool:
         """Return whether somebody joined or left since the last listing, as far as the source can
         tell. This asks no worker. What a listing does not show either is no news for a while: each
         listing makes the frontend ask all workers."""
         instances = await list_instances(self._http, self.source)
-        if instances is None or instances == self._instances:
+        if instances is None or instances == self._listed.keys():
             return False
         was_listed = time.monotonic() - self._listed_at < LOOK_SECONDS
         if instances == self._looked and was_listed:
@@ -137,27 +136,25 @@ class Membership:
             if await self.has_changed():
                 return
 
-    async def poll(self) -> bool:
-        """List the workers and notify listeners of joins (all workers at the first poll) and
-        leaves. Return False if the listing failed."""
+    async def poll(self) -> Changes | None:
+        """List the workers; return who has joined and left since the last poll, or, at the first,
+        since the last listing. None if the listing failed."""
+        before = {worker.instance_id: worker for worker in self.known}
+        if self._polled is not None:
+            before = self._polled
         try:
             listed = {worker.instance_id: worker for worker in await self.workers(fresh=True)}
         except RollwayError as error:
             if self._is_reachable:  # log an outage once
                 log.warning("the workers cannot be listed: %s", error.message)
             self._is_reachable = False
-            return False
-        self._is_reachable = True
-        before, self._announced = self._announced, listed
-        for instance, worker in before.items():
-            if instance not in listed:
-                await _notify(self._leave_listeners, worker)
-        for instance, worker in listed.items():
-            # A worker that could not be probed when it was first listed joins now.
-            earlier = before.get(instance)
-            if worker.error is None and (earlier is None or earlier.error is not None):
-                await _notify(self._join_listeners, worker)
-        return True
+            return None
+        self._is_reachable, self._polled = True, listed
+        left = [worker for instance, worker in before.items() if instance not in listed]
+        # A worker that could not be probed when it was first listed joins now.
+        were_there = {instance for instance, worker in before.items() if worker.error is None}
+        answering = [worker for worker in listed.values() if worker.error is None]
+        return Changes([w for w in answering if w.instance_id not in were_there], left)
 
     async def has_died(self, worker: Worker) -> bool:
         """Return whether a worker that did not answer has died. A process takes a moment to exit,
@@ -174,32 +171,22 @@ class Membership:
 
     async def _list(self) -> list[Worker]:
         listed = await discover(self._http, self.source)
-        before = self._instances
-        self._instances = frozenset(worker.instance_id for worker in listed)
-        if self._instances - before:
-            self._joined_at = time.monotonic()
-        # Remember models: a worker in error may be listed without its model.
-        self._models = {
-            w.instance_id: w.model or self._models.get(w.instance_id, "") for w in listed
-        }
-        # A decode worker is known as such by the prefill workers beside it, which may die.
-        self._roles = {w.instance_id: w.role or self._roles.get(w.instance_id, "") for w in listed}
-        listed = [replace(w, role=self._roles[w.instance_id]) for w in listed]
-        # A worker whose model was never listed may be ours, so keep it.
-        models = (self._model, "") if self._model is not None else self._models.values()
-        known = (w for w in listed if self._models[w.instance_id] in models)
-        self._known = [w for w in known if w.instance_id not in self._left_out]
+        before = self._listed
+        self._listed = {w.instance_id: _complete(w, before.get(w.instance_id)) for w in listed}
         self._listed_at = time.monotonic()
-        self._note_roles({worker.instance_id: worker.role for worker in self._known})
-        return self._known
+        if self._listed.keys() - before.keys():
+            self._joined_at = self._listed_at
+        known = self.known
+        self._note_roles({worker.instance_id: worker.role for worker in known})
+        return known
 
 
-async def _notify(listeners: list[Listener], worker: Worker) -> None:
-    for listener in listeners:
-        try:
-            await listener(worker)
-        except RollwayError as error:
-            log.warning("%s: %s", worker, error)
+def _complete(worker: Worker, before: Worker | None) -> Worker:
+    """Return a worker with what is remembered of it: one in error may be listed without its model,
+    and a decode worker is known as such by the prefill workers beside it, which may die."""
+    if before is None:
+        return worker
+    return replace(worker, model=worker.model or before.model, role=worker.role or before.role)
 
 
 async def refuse_silent(listed: Sequence[Worker]) -> None:

@@ -47,11 +47,13 @@ class WorkerReport:
     paused_seconds: float = 0.0
     """How long the engine generated nothing because of the refit."""
     calls: int = 0
-    """Admin calls to the worker, each of which waits for its event loop. A worker that takes orders
-    needs two: to stage the weights, and to refit."""
+    """Calls of the preflight, and the order to refit, each of which waits for the worker's event
+    loop. A worker that takes orders needs two: to stage the weights, and to refit. An order to
+    stage that is repeated counts once; calls that wake a worker, and single calls after the
+    preflight, do not count."""
     steps: dict[str, float] = field(default_factory=dict)
-    """Seconds of every step and admin call, in the order in which they ended. Steps inside an order
-    have a dot: `order.engine.swap` is part of `order.engine`."""
+    """Seconds of every step, in the order in which they ended. Steps inside an order have a dot:
+    `order.engine.swap` is part of `order.engine`."""
     memory: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Of a worker that slept: the memory of every rank `asleep` and `after` the refit woke it."""
     error: str | None = None

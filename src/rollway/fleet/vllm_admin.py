@@ -16,14 +16,12 @@ from urllib.parse import urlencode
 
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
-    RENDEZVOUS_SECONDS,
     AdminAPI,
     NoSuchMethod,
     NoSuchOrder,
     PauseMode,
     StageReply,
     is_missing_method,
-    list_models,
     parse_label,
     unwrap_engine_error,
 )
@@ -63,9 +61,6 @@ class VllmAdmin:
             return False
         return True
 
-    async def models(self, openai_url: str) -> list[str]:
-        return await list_models(self._http, openai_url, self._timeouts.probe)
-
     async def pause(
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
     ) -> None:
@@ -102,24 +97,7 @@ class VllmAdmin:
     async def init_group(
         self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
     ) -> None:
-        """Join a group by `method`; by default `init_broadcaster`, as in Dynamo."""
-        try:
-            await self._run(worker, method or "init_broadcaster", arguments, RENDEZVOUS_SECONDS)
-        except AdminError as error:
-            if not isinstance(error.__cause__, Unreachable):
-                raise
-            raise AdminError(
-                f"{worker} did not join the weight group: {error.message}",
-                "Check that the trainer joins the group with the same world size, at an address "
-                "the worker can reach. The engine is blocked until the other side joins or the "
-                "method times out; restart the server to unblock it sooner.",
-            ) from error.__cause__
-
-    async def destroy_group(
-        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
-    ) -> None:
-        """Leave a group by `method`; by default `destroy_broadcaster`, as in Dynamo."""
-        await self._run(worker, method or "destroy_broadcaster", arguments, self._timeouts.probe)
+        raise _refuse(worker, "weight groups")
 
     async def load_lora(
         self, worker: Worker, name: str, path: Path, *, fresh: bool = False
@@ -150,10 +128,10 @@ class VllmAdmin:
         return False
 
     async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
-        raise NoSuchOrder(f"{worker} is a plain vLLM server, which takes single calls only.")
+        raise _refuse(worker, "orders")
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-        raise NoSuchOrder(f"{worker} is a plain vLLM server, which takes single calls only.")
+        raise _refuse(worker, "orders")
 
     async def cancel_refit(self, worker: Worker) -> None:
         """Do nothing: no refit is running by one order."""
@@ -167,33 +145,16 @@ class VllmAdmin:
         """Do nothing: there is no router in front of a plain server. The client itself knows what
         the worker serves."""
 
-    async def abort(self, worker: Worker, request_id: str) -> None:
-        """End a request by its `X-Request-Id` or by the `id` of its answer. vLLM's reply does not
-        show whether there was such a request."""
-        # The engine's id has the prefix of the endpoint, and for completions the index of the
-        # prompt. It ignores unknown ids.
-        ids = [request_id, f"{request_id}-0", f"cmpl-{request_id}-0"]
-        ids += [f"chatcmpl-{request_id}", f"generate-tokens-{request_id}"]
-        await self._post(worker, "abort_requests", {"request_ids": ids})
-
     async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
-        raise NoSuchMethod(
-            f"{worker} is a plain vLLM server, which does not report its memory.",
-            "Start the workers by Rollway.",
-        )
+        raise _refuse(worker, "orders to sleep")
 
     async def sleep(
         self, worker: Worker, level: int = 1, mode: PauseMode = "wait", label: int | None = None
     ) -> dict[str, Any]:
-        """Free memory, which needs --enable-sleep-mode."""
-        query = {"level": str(level), "mode": mode}
-        limit = self._timeouts.pause
-        return await self._post(worker, "sleep", query=query, timeout=limit, plain=True)
+        raise _refuse(worker, "orders to sleep")
 
     async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        """Restore memory. This also resumes a paused worker once all of its memory is back."""
-        query, limit = {"tags": list(tags or ())}, self._timeouts.pause
-        return await self._post(worker, "wake_up", query=query, timeout=limit, plain=True)
+        raise _refuse(worker, "orders to sleep")
 
     def sleep_level(self, worker: Worker) -> int:
         return 0  # the fleet puts no plain server to sleep, because `memory` is refused
@@ -241,14 +202,14 @@ class VllmAdmin:
         body: Mapping[str, Any] | None = None,
         name: str = "",
         *,
-        query: Mapping[str, str | list[str]] | None = None,
+        query: Mapping[str, str] | None = None,
         timeout: float | None = None,
         retry: Retry = IDEMPOTENT,
         plain: bool = False,
     ) -> dict[str, Any]:
         """Call a route. `name` stands for the route in errors; `plain` is for routes that do not
         answer with JSON."""
-        url = _url(worker, route) + (f"?{urlencode(query, doseq=True)}" if query else "")
+        url = _url(worker, route) + (f"?{urlencode(query)}" if query else "")
         limit = timeout or self._timeouts.probe
         try:
             reply = await self._http.post(
@@ -259,6 +220,13 @@ class VllmAdmin:
                 return {}
             raise _make_refusal(worker, route, error, name) from error
         return _check_reply(worker, route, reply)
+
+
+def _refuse(worker: Worker, what: str) -> NoSuchOrder:
+    return NoSuchOrder(
+        f"{worker} is a plain vLLM server, which takes no {what}.",
+        "Start the workers by Rollway.",
+    )
 
 
 def _url(worker: Worker, route: str) -> str:

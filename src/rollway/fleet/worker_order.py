@@ -90,6 +90,7 @@ class WorkerOrder:
             "taints_before": [] if label is None else [taint_of(label)],
             "release": self._refit.releases_kv,
         }
+        self._refit.report.calls += 1
         running = asyncio.create_task(self._refit.admin.refit(self._refit.worker, order))
         try:
             # The worker takes these steps by itself; observers hear of them while it does.
@@ -158,8 +159,8 @@ class WorkerOrder:
         report.update_seconds = engine["swap_seconds"]
         report.resume_seconds = own["enter"]
         report.strategy = ": ".join(filter(None, (swap.get("strategy"), swap.get("reason"))))
+        self._refit.lap("order")
         report.steps |= {
-            "order": self._refit.lap(),
             **{f"order.{name}": seconds for name, seconds in own.items()},
             "order.engine.stop": engine["stop_seconds"],
             "order.engine.swap": engine["swap_seconds"],

@@ -32,14 +32,12 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import InitVar, dataclass, field
-from typing import cast
 
 from rollway.errors import AdminError, RollwayError
 from rollway.fleet.admin import (
     IN_DOUBT,
     AdminAPI,
     Asleep,
-    CountedCalls,
     PauseMode,
     run_to_the_end,
     unverified_label,
@@ -95,11 +93,9 @@ class WorkerRefit:
     releases_kv: bool = False
     """Whether blocks that the worker holds for decode workers may be released: none reads them."""
     _lap_began: float = 0.0
-    _current_step: str = ""
 
     def __post_init__(self, listed: Worker) -> None:
-        admin = cast(AdminAPI, CountedCalls(self.plan.admin, self._note_call))
-        self.service = Service(admin, self.plan.versions, listed)
+        self.service = Service(self.plan.admin, self.plan.versions, listed)
 
     @property
     def worker(self) -> Worker:
@@ -111,8 +107,7 @@ class WorkerRefit:
 
     @property
     def admin(self) -> AdminAPI:
-        """The admin calls, which the report counts."""
-        return self.service.admin
+        return self.plan.admin
 
     async def preflight(self) -> None:
         """Have the worker check and stage the update, and read its label. It stays in service. A
@@ -123,6 +118,7 @@ class WorkerRefit:
         await self.step("preflight")
         # A worker that takes orders looks at its label itself, and says so if it sleeps.
         if not admin.takes_refits(self.worker):
+            self.report.calls += 1
             label = await admin.weight_version(self.worker)
             if label is None and self.is_supervised:
                 self.report.state = "joining"
@@ -142,6 +138,7 @@ class WorkerRefit:
         if checked.reply is not None:
             self.service.label = checked.reply.label
         else:
+            self.report.calls += 1
             self.service.label = await admin.weight_version(self.worker)
         if self.service.label is not None and self.service.label >= 0:
             plan.versions.mark_serving(self.instance_id, self.service.label)
@@ -153,7 +150,7 @@ class WorkerRefit:
         self.was_out = self.service.label is not None and self.service.label < 0
         if self._needs_canary and not self.was_out and plan.canaries is not None:
             await plan.canaries.record_before(self.worker)
-        self.report.preflight_seconds = self.lap()
+        self.report.preflight_seconds = self.lap("preflight")
 
     async def _wake_weights(self) -> None:
         """Give a worker that sleeps the memory of its weights back; the rest of it sleeps on."""
@@ -166,6 +163,7 @@ class WorkerRefit:
             self.report.steps["wake.weights"] = reply["seconds"]
 
     async def _check_update(self) -> Preflight:
+        self.report.calls += 1
         update = self.plan.update
         return await update.preflight(self.admin, self.worker, needs_label=self.is_supervised)
 
@@ -234,6 +232,7 @@ class WorkerRefit:
         self.lap()
         await self.step("pause")
         await self.service.leave(connections)
+        self.lap("leave")
 
     async def pause(self, mode: PauseMode) -> None:
         began = time.monotonic()
@@ -249,7 +248,8 @@ class WorkerRefit:
         if mode == "wait":
             self.report.waited_seconds = time.monotonic() - began
         self.report.state = "paused"
-        self.report.pause_seconds = self.lap()
+        self.lap("pause")
+        self.report.pause_seconds = self._sum_steps("leave", "pause")
 
     async def restore(self) -> None:
         """Put the worker back into service as it was. No update was issued to it."""
@@ -286,10 +286,12 @@ class WorkerRefit:
         label = unverified_label(self.plan.version)
         await self.plan.update.apply(self.service.pinned, self.worker, label)
         self.service.label, self.may_hold_update = label, False
+        self.lap("update")
         await self.step("flush")
         await self.service.pinned.flush_cache(self.worker)
         if self.sleep_level:
             await self._wake_cache()
+        self.lap("flush")
 
     async def _wake_cache(self) -> None:
         """Take back the rest of the memory. The engine then generates, with the new weights."""
@@ -317,7 +319,8 @@ class WorkerRefit:
         else:
             is_proven = await self._verify_by_canary(self.plan.canaries)
             self.report.proof = "canary" if is_proven else "declared"
-        self.report.update_seconds = self.lap()
+        self.lap("verify")
+        self.report.update_seconds = self._sum_steps("update", "flush", "verify")
 
     @property
     def _needs_canary(self) -> bool:
@@ -344,12 +347,14 @@ class WorkerRefit:
         # Before the new taint: afterwards the queue holds requests for the new version too.
         await self.service.abort_late_requests()
         await self.service.set_taints(self.service.pinned, [taint_of(plan.version)])
+        self.lap("open")
         await self.step("resume")
         versions.mark_entered(self.instance_id, plan.version)
         await self.service.pinned.resume(self.worker)
         # Last: a worker that is labelled with its version is in service.
         await self.service.declare(self.service.pinned, plan.version)
-        self.report.resume_seconds = self.lap()
+        self.lap("resume")
+        self.report.resume_seconds = self._sum_steps("open", "resume")
         self.note_service(self.report.proof)
 
     async def keep_out(self) -> None:
@@ -387,22 +392,22 @@ class WorkerRefit:
     def mark_in_doubt(self, error: BaseException) -> None:
         self.report.state, self.report.error = "in doubt", str(error) or type(error).__name__
 
-    def _note_call(self, name: str, seconds: float) -> None:
-        self.report.calls += 1
-        steps, name = self.report.steps, f"{self._current_step}.{name}"
-        steps[name] = steps.get(name, 0.0) + seconds
-
     async def step(self, name: str) -> None:
-        self._current_step = name
         if self.plan.observer is not None:
             await self.plan.observer(name, self.worker)
 
-    def lap(self) -> float:
-        """Return the seconds since the last lap, and begin the next one. A step that begins
-        after a wait for other workers calls this first, so that the wait is not counted."""
+    def lap(self, step: str = "") -> float:
+        """Return the seconds since the last lap, report them as those of a step, and begin the next
+        lap. A step that begins after a wait for other workers calls this first, so that the wait
+        is not counted."""
         now = time.monotonic()
         seconds, self._lap_began = now - self._lap_began, now
+        if step:
+            self.report.steps[step] = seconds
         return seconds
+
+    def _sum_steps(self, *names: str) -> float:
+        return sum(self.report.steps[name] for name in names)
 
 
 class _StillAsleep(AdminError):

@@ -23,13 +23,12 @@ _ALIASES = {"update": "load", "resume": "open", "order": "load"}
 _PARTS: dict[str, dict[str, tuple[str, ...]]] = {
     "pause": {"leave": ("order.leave", "leave"), "pause": ("order.engine.stop", "pause")},
     "update": {
-        "load": ("order.engine.swap", "update", "load"),
+        "load": ("order.engine.swap", "update"),
         "flush": ("flush",),
         "verify": ("verify",),
     },
 }
-"""Which steps of a report share the seconds of one phase. A name of a step is that of a call, of
-all calls in it (`flush.…`), or of a part of an order."""
+"""Which steps of a report share the seconds of one phase: those of a worker, or of its order."""
 KEPT = 50
 _LONGEST_STEP_SECONDS = 1020.0
 """A pause and an update may take this long by default. After it nobody refits any more."""
@@ -216,7 +215,7 @@ def _split(phase: str, seconds: float, steps: Mapping[str, float]) -> Iterator[t
     """Yield the steps of one phase with their shares of its seconds; all of it as one step if the
     report does not tell them apart."""
     parts = {
-        step: max(_sum_calls(name, steps) for name in names)
+        step: max(steps.get(name, 0.0) for name in names)
         for step, names in _PARTS.get(phase, {}).items()
     }
     total = sum(parts.values())
@@ -225,11 +224,3 @@ def _split(phase: str, seconds: float, steps: Mapping[str, float]) -> Iterator[t
     for step, part in parts.items():
         if part and seconds:
             yield step, seconds * part / total
-
-
-def _sum_calls(name: str, steps: Mapping[str, float]) -> float:
-    """Return the seconds of a step, or the sum of the calls in it."""
-    if name in steps:
-        return steps[name]
-    calls = (key for key in steps if key.startswith(f"{name}.") and key.count(".") == 1)
-    return sum(steps[key] for key in calls)

@@ -73,7 +73,7 @@ class Coordinator:
         return await self._operation(lambda: self.fleet.refit(version, update, mode=mode), version)
 
     async def admit(self) -> str:
-        await self.fleet.membership.poll()
+        await self.fleet._look_around()
         return await self._operation(self.fleet.admit, None)
 
     async def pause(self, mode: Any = "wait") -> str:

@@ -109,3 +109,21 @@ async def fake_fleet(*workers: FakeWorker) -> AsyncIterator[str]:
     finally:
         for runner in runners:
             await runner.cleanup()
+
+
+@asynccontextmanager
+async def serving(path: str, answer: Any) -> AsyncIterator[str]:
+    """Serve one GET route; `answer` is JSON, or a function that returns it."""
+
+    async def handle(_: web.Request) -> web.Response:
+        return web.json_response(answer() if callable(answer) else answer)
+
+    app = web.Application()
+    app.router.add_get(path, handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

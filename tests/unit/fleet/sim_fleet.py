@@ -29,7 +29,6 @@ from rollway.fleet import (
     labels,
     membership,
     refit,
-    roster,
     service,
     sleep,
     stages,
@@ -706,7 +705,7 @@ class World:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Run the real protocol on simulated time, listings and checkpoints."""
-        protocol = (refit, roster, stages, worker_order, worker_refit, service, updates, sleep)
+        protocol = (refit, stages, worker_order, worker_refit, service, updates, sleep)
         for module in (*protocol, labels, membership, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
         patch.setattr(membership, "discover", self.listing)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from rollway.errors import RequestFailed, Unreachable
 from rollway.fleet import discovery
 from rollway.fleet.discovery import (
-    DnsListing,
     HealthListing,
     RlListing,
     StaticList,
@@ -24,27 +24,9 @@ from rollway.fleet.discovery import (
 )
 from rollway.fleet.membership import Membership
 from rollway.http import Http
-from tests.unit.fleet.fake_fleet import FakeWorker, fake_fleet
+from tests.unit.fleet.fake_fleet import FakeWorker, fake_fleet, serving
 
 BIG = 2**64 - 59
-
-
-@asynccontextmanager
-async def serving(path: str, answer: Any) -> AsyncIterator[str]:
-    """Serve one GET route; `answer` is JSON, or a function that returns it."""
-
-    async def handle(_: web.Request) -> web.Response:
-        return web.json_response(answer() if callable(answer) else answer)
-
-    app = web.Application()
-    app.router.add_get(path, handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 def instance(number: int, endpoint: str = "generate", namespace: str = "rl") -> dict[str, Any]:
@@ -130,7 +112,7 @@ async def test_callers_at_the_same_time_share_a_listing() -> None:
         return {"workers": []}
 
     async with serving("/v1/rl/workers", answer) as url, Http() as http:
-        members = Membership(http, RlListing(url), keep_seconds=5.0)
+        members = Membership(http, RlListing(url))
         await asyncio.gather(*(members.workers() for _ in range(10)))
         await members.workers()
         assert calls == 1
@@ -138,38 +120,32 @@ async def test_callers_at_the_same_time_share_a_listing() -> None:
         assert calls == 2
 
 
-async def test_listeners_are_notified_and_a_failed_listing_is_not_a_leave() -> None:
-    fleet = [FakeWorker(1), FakeWorker(2, error="DeadlineExceeded")]
-    events: list[str] = []
-
-    async def joined(worker: Worker) -> None:
-        events.append(f"+{worker.instance_id}")
-
-    async def left(worker: Worker) -> None:
-        events.append(f"-{worker.instance_id}")
-
+async def test_a_poll_says_who_joined_and_left_and_a_failed_listing_is_not_a_leave() -> None:
     entries: dict[str, Any] = {}
-
-    def listing() -> dict[str, Any]:
-        return entries
-
-    async with serving("/v1/rl/workers", listing) as url, Http() as http:
+    async with serving("/v1/rl/workers", lambda: entries) as url, Http() as http:
         members = Membership(http, RlListing(url))
-        members.on_join(joined)
-        members.on_leave(left)
-        routes = fleet[0].routes
-        first = {"instance_id": 1, "system_url": "http://h:1", "routes": routes, "model": "m"}
-        second = {"instance_id": 2, "system_url": "http://h:2", "routes": routes, "model": "m"}
+
+        async def poll() -> list[list[int]] | None:
+            changes = await members.poll()
+            if changes is None:
+                return None
+            return [[w.instance_id for w in part] for part in (changes.joined, changes.left)]
+
+        first, second, third = (
+            {"instance_id": n, "system_url": f"http://h:{n}", "routes": FakeWorker(n).routes}
+            for n in (1, 2, 3)
+        )
+        entries["workers"] = [third]
+        await members.workers()
         entries["workers"] = [first, {**second, "error": "DeadlineExceeded"}]
-        assert await members.poll()
-        assert events == ["+1"]
+        assert await poll() == [[1], [3]]  # since the listing before
         entries["workers"] = None
-        assert not await members.poll()
+        assert await poll() is None
         entries["workers"] = [first, second]
-        await members.poll()
+        await members.workers(fresh=True)  # another listing takes no news away
+        assert await poll() == [[2], []]
         entries["workers"] = [second]
-        await members.poll()
-    assert events == ["+1", "+2", "-1"]
+        assert await poll() == [[], [1]]
 
 
 async def test_an_unreachable_listing_raises() -> None:
@@ -233,47 +209,27 @@ async def test_roles_are_told_by_components_and_remembered() -> None:
     assert noted == [{1: "prefill", 2: "decode"}, {2: "decode"}]
 
 
-async def test_a_pod_gets_calls_only_at_an_address_that_is_known_to_be_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Pods are matched by address and by name; one that nobody lists is listed with the reason."""
-    names = {
-        "pods": ["127.0.0.2", "127.0.0.3", "127.0.0.4"], "worker-b.pods": ["127.0.0.3"]
-    }  # fmt: skip
+def test_the_pods_of_a_service_are_found_by_a_real_name_server(tmp_path: Path) -> None:
+    """Pods are matched by address and by name; one that nobody lists is listed with the reason. A
+    Service without pods has no address; a name server that fails says nothing about its pods."""
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:2 attempts:1\n")
+    own = f'mount --bind {tmp_path}/resolv.conf /etc/resolv.conf && ip link set lo up && exec "$@"'
+    flags = "-mn" if os.getuid() == 0 else "-Urmn"
+    inside = ["unshare", flags, "sh", "-c", own, "sh"]
+    if subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("no namespaces are permitted here")
+    scene = [sys.executable, "-m", "tests.unit.fleet.dns_scene"]
+    done = subprocess.run([*inside, *scene], stdout=subprocess.PIPE, check=True, timeout=60)
+    answer = json.loads(done.stdout)
+    lost, first, second = answer["workers"]
+    assert first == ["http://127.0.0.2:9090", None]
+    assert second == ["http://worker-b.rl:9091", None]
+    assert lost[0] == "" and "127.0.0.4 is unknown" in lost[1]
+    assert answer["names"]["empty"] == answer["names"]["unknown"] == []
+    assert "broken.rl cannot be resolved" in answer["names"]["broken"]
 
-    async def resolve(hostname: str) -> list[str]:
-        return names.get(hostname, [])
 
-    monkeypatch.setattr(discovery, "resolve_addresses", resolve)
-    urls = ["http://127.0.0.2:9090", "http://worker-b.pods:9091"]
-    entries = [
-        {"instance_id": n, "model": "m", "system_url": url, "routes": [*discovery.NEEDED_ROUTES]}
-        for n, url in enumerate(urls, 1)
-    ]  # fmt: skip
-    async with Http() as http, serving("/v1/rl/workers", {"workers": entries}) as url:
-        workers = await discover(http, DnsListing("pods", 8000, (RlListing(url),)))
-    by_url = {worker.inference_url: worker for worker in workers}
-    first, second, lost = (by_url[f"http://{pod}:8000"] for pod in names["pods"])
-    assert [first.admin_url, second.admin_url, lost.admin_url] == [*urls, ""]
-    assert lost.error is not None and "127.0.0.4 is unknown" in lost.error
-    twice = [Worker(n, "m", urls[0]) for n in (1, 2)]
+async def test_a_pod_with_two_workers_gets_no_calls() -> None:
+    twice = [Worker(n, "m", "http://127.0.0.2:9090") for n in (1, 2)]
     with pytest.raises(Unreachable, match="is unknown"):
         await discovery.find_pod_worker("127.0.0.2", twice)
-
-
-async def test_names_are_resolved_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await discovery.resolve_addresses("localhost") == ["127.0.0.1"]
-    assert await discovery.resolve_addresses("127.0.0.7") == ["127.0.0.7"]
-
-    def fail(number: int) -> Callable[..., None]:
-        def raise_it(*_: object, **__: object) -> None:
-            raise socket.gaierror(number, "no")
-
-        return raise_it
-
-    # A Service without pods has no address; a name server that does not answer says nothing.
-    monkeypatch.setattr(socket, "getaddrinfo", fail(socket.EAI_NONAME))
-    assert await discovery.resolve_addresses("pods") == []
-    monkeypatch.setattr(socket, "getaddrinfo", fail(socket.EAI_AGAIN))
-    with pytest.raises(Unreachable, match="cannot be resolved"):
-        await discovery.resolve_addresses("pods")

@@ -132,7 +132,7 @@ def test_a_view_that_hides_joiners_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
         async def confirm(membership: Membership) -> list[Worker]:
             await m.world.instances()
-            return list(membership._known)
+            return membership.known
 
         monkeypatch.setattr(Membership, "confirm", confirm)
         refit(m, 1)

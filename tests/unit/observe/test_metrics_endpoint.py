@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollway.fleet.history import DriverHistory
+from rollway.fleet.recording import DriverHistory
 from rollway.observe import metrics_endpoint, step, steps
 from rollway.observe.record import SCHEMA, Recorder
 

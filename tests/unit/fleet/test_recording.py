@@ -5,26 +5,31 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from rollway.fleet.history import DriverHistory
+from rollway.fleet.recording import DriverHistory, RefitRecording
+from rollway.fleet.refit import Refit
 from rollway.fleet.updates import FromDisk
+from rollway.fleet.worker_refit import RefitPlan
 from rollway.observe.read import Run
+from rollway.versions import FleetVersions
 
 
 async def test_a_cancelled_refit_is_recorded_also_if_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = SimpleNamespace(version=3, update=FromDisk("/weights"))
-    refit = SimpleNamespace(plan=plan, mode="pause-all", workers={})
+    nobody: Any = None
+    plan = RefitPlan(nobody, FleetVersions(), FromDisk(Path("/weights")), 3)
+    refit = Refit(plan, nobody, lambda _: False)
     history, times = DriverHistory(tmp_path, "s", "run-1"), iter([1.7e9 + 100])
     monkeypatch.setattr(time, "time", lambda: next(times, 1.7e9))
+    recording = RefitRecording(3, None, history, None)
     cancelled = asyncio.get_running_loop().create_future()
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await history.follow_refit(refit, cancelled)  # type: ignore[arg-type]
+        await recording.follow(refit, cancelled)
     history.close()
     run = Run(tmp_path)
     (entry,) = [entry for entry in run.read() if entry["kind"] == "refit"]
