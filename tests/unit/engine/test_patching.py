@@ -19,7 +19,6 @@ from rollway.engine.incoming import Incoming
 from rollway.engine.loading import LoadPlan, PlannedCopy, Region, record_plan
 from rollway.engine.memory import FreeMemory, HostBuffers
 from rollway.engine.patching import Patch, Translation, get_served
-from rollway.engine.shadow import ParameterArena
 from rollway.engine.staging import Staging
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.layout import Slices
@@ -175,7 +174,7 @@ class Fleet:
     def stage(self, offer: Offer) -> tuple[Staging, dict[str, Any]]:
         headers = self.reader.headers(offer)
         incoming = Incoming(self.worker, self.reader, offer, headers, 1, torch.clone)
-        staging = Staging(incoming, headers, ParameterArena(), HostBuffers())
+        staging = Staging(incoming, headers, HostBuffers())
         staging.start()
         wait_until(lambda: staging.report()["state"] != "running")
         return staging, staging.report()
