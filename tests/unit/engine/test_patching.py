@@ -23,7 +23,7 @@ from rollway.engine.staging import Staging
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.layout import Slices
 from rollway.weights.offer import Offer
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store, unpacking
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
 from tests.unit.engine.vllm_models import (
     CONFIGS,
     Tensors,
@@ -62,7 +62,6 @@ def test_a_patched_model_is_what_vllm_would_load(
 ) -> None:
     """Fused, biased and tied parameters, experts, a padded vocabulary, replicated keys. With one
     step the changes are unpacked as on a GPU."""
-    monkeypatch.setattr(unpacking, "uses_numpy", lambda _: steps > 1)
     first = write_model(kind, tmp_path)
     publisher, reader = DeltaPublisher(Store(tmp_path / "deltas")), DeltaReader()
     base = publisher.publish(1, first.items())
