@@ -84,7 +84,7 @@ class WorkerExtension:
         end."""
         weights = read_offer(offer)
         refuse_sleeping(_get_model(self))
-        _refuse_corruption_by_vllm(_get_model(self))
+        _refuse_unloadable(_get_model(self))
         earlier = _get_staging(self)
         if earlier is not None and earlier.offer == weights and not earlier.has_failed:
             earlier.notify_when_done(tell)
@@ -200,7 +200,7 @@ def start_warm_up(worker: Any) -> None:
 
 def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
     """Raise if this worker could not serve a checkpoint, or could not verify it afterwards."""
-    _refuse_corruption_by_vllm(_get_model(worker))
+    _refuse_unloadable(_get_model(worker))
     headers, scales = split_scales(read_headers(Path(path)))
     new, draft = split_draft(headers)
     if draft or scales:
@@ -329,7 +329,7 @@ def _refuse_unverifiable(
         raise NotImplementedError(f"Method '{method}' is not implemented for {unsupported[0]}")
 
 
-def _refuse_corruption_by_vllm(model: torch.nn.Module) -> None:
+def _refuse_unloadable(model: torch.nn.Module) -> None:
     why_not = explain_no_reload(model)
     if why_not:
         raise RuntimeError(why_not)
