@@ -77,15 +77,17 @@ def list_changed_layers(model: torch.nn.Module) -> dict[str, str]:
 
 def explain_no_reload(model: torch.nn.Module) -> str:
     """Return why vLLM must not load this model a second time; "" if it may."""
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return ""
     for name, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            method = _qualify_name(type(_get_method(module)))
-            is_expert = key.startswith("w13") and parameter.device.type == "cpu"
-            if is_expert and method != _MOE_METHOD:
-                return (
-                    f"vLLM packs the experts of {name} for CPU only when it loads them for the "
-                    "first time; start the worker without quantisation and without adapters"
-                )
+        has_experts = any(
+            key.startswith("w13") for key, _ in module.named_parameters(recurse=False)
+        )
+        if has_experts and _qualify_name(type(_get_method(module))) != _MOE_METHOD:
+            return (
+                f"vLLM packs the experts of {name} for CPU only when it loads them for the first "
+                "time; start the worker without quantisation and without adapters"
+            )
     return ""
 
 
