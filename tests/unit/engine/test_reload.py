@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
-from rollway.engine.incoming import Incoming
+from rollway.engine.incoming import Incoming, find_slices
 from rollway.engine.layers import explain_no_reload
 from rollway.engine.memory import HostBuffers
 from rollway.engine.staging import Staging
+from rollway.weights.planning.targets import engine_ranks
 from rollway.weights.transports.base import Reader
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
 from tests.unit.engine.staging import FakeReader, make_offer, stage
@@ -21,6 +23,7 @@ from tests.unit.engine.vllm_models import (
     Tensors,
     change,
     create_worker,
+    headers_of,
     pack,
     use_ranks,
     write_model,
@@ -88,8 +91,15 @@ def test_a_reloaded_worker_serves_what_a_fresh_one_would(kind: str, tmp_path: Pa
             assert_same(worker, start_packed(tmp_path, tensors))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
-def test_each_rank_proves_the_part_that_it_packed(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe", "odd"])
+def test_each_rank_proves_the_part_that_it_packed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the rows of a part are no whole words of eight bytes, but those of all are."""
+    sizes = {"hidden_size": 32, "intermediate_size": 6, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    odd = Qwen3Config(vocab_size=250, **sizes, **heads, dtype="float32")
+    monkeypatch.setitem(CONFIGS, "odd", lambda: odd)
     tensors = write_model(kind, tmp_path)
     new, sums = change(tensors, 1, 0.5), list[torch.Tensor]()
 
@@ -109,6 +119,18 @@ def test_each_rank_proves_the_part_that_it_packed(kind: str, tmp_path: Path) -> 
             assert_same(workers[rank], start_packed(tmp_path, new))
             with pytest.raises(RuntimeError, match="parameters differ from the checkpoint"):
                 refit(make_staging(workers[rank], new, TP, lambda local: local))
+
+
+def test_a_packed_rank_receives_only_its_part(tmp_path: Path) -> None:
+    tensors = write_model("qwen3", tmp_path)
+    with use_ranks(TP):
+        worker = create_worker(tmp_path)
+        model = worker.model_runner.get_model()
+        rank = engine_ranks(worker.model_config.hf_config.to_dict(), TP)[0]
+        before = find_slices(rank, headers_of(tensors), model)
+        pack(worker)
+    assert find_slices(rank, headers_of(tensors), model) == before
+    assert len(before.boxes) == len([name for name in tensors if "norm" not in name])
 
 
 @pytest.mark.parametrize("name", ["mlp.experts.3.down_proj", "self_attn.k_proj"])
