@@ -32,7 +32,8 @@ class DeltaReader(Reader):
 
     def __init__(self) -> None:
         self._held: tuple[str, int] | None = None
-        """The directory and the number of the version that `_state` holds."""
+        """The directory and the number of the version that `_state` holds. Digests tell if it does
+        not, after a reading that was interrupted: then a snapshot is read."""
         self._state: State = {}
         self._offered: tuple[str, str, Manifest] | None = None
         """Where the version that was opened last is, with its identity."""
@@ -77,7 +78,6 @@ class DeltaReader(Reader):
         versions, manifest = self._open(offer)
         root = str(offer.where["root"])
         base = self._held[1] if self._held is not None and self._held[0] == root else None
-        self._held = None  # until all tensors are verified
         steps = versions.find_chain(base, offer.version)
         try:
             write_steps(versions, self._state, steps, manifest)
