@@ -44,7 +44,7 @@ BUDGET = {
     "base": (16, 2_510),
     "cli": (15, 1_640),
     "demo": (6, 690),
-    "engine": (23, 3_780),
+    "engine": (23, 3_790),
     "fleet": (22, 3_520),
     "gateway": (12, 2_350),
     "integrations/curator": (5, 640),
