@@ -21,8 +21,6 @@ from rollway.weights.digest.changes import RunningSums, compare_pairs
 from rollway.weights.digest.checksums import integers, word_sums
 from rollway.weights.offer import Offer
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
-from rollway.weights.transports.delta.reader import read_elements, write_elements
-from rollway.weights.transports.delta.unpacking import add_bits
 
 ROUNDS = 3
 
@@ -75,8 +73,8 @@ class _Parts:
 
         def write() -> None:
             for name, (positions, bits, relative) in moved:
-                new = add_bits(read_elements(live[name], positions), bits) if relative else bits
-                write_elements(live[name], positions, new)
+                new = bits + live[name].index_select(0, positions) if relative else bits
+                live[name].scatter_(0, positions, new)
 
         self.measure("write", write)
         if any(not torch.equal(integers(old[n]), integers(self._weights[n])) for n in old):

@@ -59,10 +59,8 @@ ROUNDS = 5
 _NO_WEIGHTS = shutil.ignore_patterns("*.safetensors")
 # The line that a worker logs after a swap (rollway.engine.staging).
 _SERVED = re.compile(r"is served \((.*)\)")
-PACKED = re.compile(r"its layers are packed \((\S+) s\)")
 _PARTS = ("load", "prove", "prepare", "swap")
 """The parts of a refit whose seconds the worker logs."""
-PACKING_SECONDS = 30.0
 STOCK = "stock"
 Row = dict[str, float]
 
@@ -89,8 +87,6 @@ _FIGURES = {
     "prove_seconds": 0.0,
     "prepare_seconds": 0.0,
     "swap_seconds": 0.0,
-    # What the worker does after the refit has returned, beside generation.
-    "pack_seconds": 0.0,
 }
 """The figures of a transport: medians over several refits. Stock has not all of them."""
 
@@ -146,7 +142,6 @@ class _Bench:
         """Publish a policy and refit to it; return how long each part took."""
         self.version += 1
         case.before(self.policies[index])
-        packings = len(PACKED.findall(self._read_log()))
         began = time.perf_counter()
         offer = case.publish(self.version, self.policies[index])
         published = time.perf_counter() - began
@@ -161,17 +156,7 @@ class _Bench:
             "pause_seconds": report.paused_seconds,
             "bytes_fraction": case.get_share(offer),
             "seconds": published + parts["load_seconds"],
-            "pack_seconds": await self._wait_until_packed(packings),
         } | parts
-
-    async def _wait_until_packed(self, before: int) -> float:
-        """Wait until the worker has packed its layers: the next measurement needs the cores."""
-        deadline = time.perf_counter() + PACKING_SECONDS
-        while len(seconds := PACKED.findall(self._read_log())) <= before:
-            if time.perf_counter() > deadline:
-                raise RolloutError("The worker does not say that it has packed its layers.")
-            await asyncio.sleep(0.05)
-        return float(seconds[-1])
 
     async def _answer(self) -> list[int]:
         greedy = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)

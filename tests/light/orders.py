@@ -75,6 +75,6 @@ class EngineClient:
             "waited_seconds": stopped - began if is_waiting else 0.0,
             "stop_seconds": stopped - began,
             "swap_seconds": now - stopped,
-            "swap": {"strategy": "exchange"},
+            "swap": {"strategy": "reload"},
             "frozen": {},
         }

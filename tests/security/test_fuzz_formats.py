@@ -36,7 +36,7 @@ from rollway.weights.transports import collective_rendezvous as rendezvous
 from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Store
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
-from rollway.weights.transports.delta.reader import apply, fetch
+from rollway.weights.transports.delta.reader import write_steps
 from rollway.weights.transports.nixl.catalog import _CALLS, CatalogServer, Listing
 from rollway.weights.transports.nixl.listing import (
     SourceMemory,
@@ -46,6 +46,7 @@ from rollway.weights.transports.shm_shards import group_by_tensor
 from tests.checkpoints import write_checkpoint
 from tests.security.limits import limit_memory
 from tests.soak import examples
+from tests.unit.weights.deltas import apply
 
 CASES = examples(400)
 DELTAS, DELTA_KEY = Store(Path()), f"manifests/{1:015d}.json"
@@ -142,7 +143,8 @@ def read_list(raw: bytes) -> None:
 
 def read_deltas(raw: bytes) -> None:
     (DELTAS.root / DELTA_KEY).write_bytes(_with_digest(raw))
-    fetch(DeltaVersions(DELTAS), {}, None, 1)
+    versions = DeltaVersions(DELTAS)
+    write_steps(versions, {}, versions.find_chain(None, 1), versions.read_manifest(1))
 
 
 def _with_digest(raw: bytes) -> bytes:

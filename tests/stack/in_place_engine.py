@@ -2,7 +2,7 @@
 
 vLLM packs linear layers for CPU, so that their parameters are empty. Here it uses its own fallback,
 torch's linear, as it does on CPUs without oneDNN: the parameters are then those of the checkpoint,
-as on a GPU. The exchange of parameters is switched off, as on a GPU.
+as on a GPU.
 
     python -m tests.stack.in_place_engine DIRECTORY [graphs]
 
@@ -118,11 +118,10 @@ def main(directory: Path, *, graphs: bool) -> None:
     from vllm import LLM, _custom_ops
 
     _custom_ops._supports_onednn = False
-    from rollway.engine import memory, staging
+    from rollway.engine import memory
     from rollway.engine.memory import FreeMemory
     from rollway.weights.transports.shm import ShmPublisher, ShmReader
 
-    staging.explain_no_swap = lambda worker: "as on a GPU"
     llm = LLM(
         str(directory),
         skip_tokenizer_init=True,

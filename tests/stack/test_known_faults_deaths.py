@@ -218,7 +218,7 @@ async def odd(
         yield stack
 
 
-async def test_experts_are_refitted_on_cpu_by_exchange(odd: Stack, odd_home: Path) -> None:
+async def test_experts_are_refitted_on_cpu(odd: Stack, odd_home: Path) -> None:
     """vLLM alone corrupts them when it reloads them in place, also with what it serves."""
     fleet, rollouts, prompt = odd.fleet_of("moe"), odd.rollouts("moe"), fresh_prompt(16)
     first = Policy(odd_home / "moe")

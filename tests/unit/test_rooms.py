@@ -45,7 +45,7 @@ BUDGET = {
     "base": (16, 2_510),
     "cli": (15, 1_630),
     "demo": (6, 690),
-    "engine": (24, 4_190),
+    "engine": (23, 3_790),
     "fleet": (18, 3_340),
     "gateway": (12, 2_350),
     "integrations/curator": (5, 640),
@@ -57,7 +57,7 @@ BUDGET = {
     "rollout": (11, 1_820),
     "stack": (16, 3_460),
     "stack/ray": (10, 1_950),
-    "weights": (55, 10_480),
+    "weights": (55, 10_290),
 }
 """The most modules and lines of each package: what it has, as long as that is more than the plan of
 the code gives it. A package may shrink, and not grow; a new one needs an entry."""

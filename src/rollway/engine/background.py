@@ -119,14 +119,6 @@ def share_cores(*, alone: bool) -> None:
     """Let this thread compute with all cores, or with half of them while the engine generates. Two
     teams of threads on the same cores wait for each other at every step: a copy then takes ten
     times as long."""
-    _set_threads(_count_threads() if alone else max(1, _count_threads() // 2))
-
-
-def use_one_core() -> None:
-    """Let this thread compute alone, until `share_cores` is called."""
-    _set_threads(1)
-
-
-def _set_threads(threads: int) -> None:
+    threads = _count_threads() if alone else max(1, _count_threads() // 2)
     with contextlib.suppress(AttributeError):  # torch without OpenMP
         ctypes.CDLL(None).omp_set_num_threads(threads)  # only for this thread

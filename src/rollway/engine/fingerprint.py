@@ -3,18 +3,17 @@
 An engine fuses tensors (q, k, v into one), divides them among ranks, pads the vocabulary, and may
 pack them into its own form. So a tensor's fingerprint is a sum over its bits, eight bytes at a time
 where rows and cuts allow it: it does not depend on order, cuts or zeros. A packed layer keeps no
-readable weights. There Rollway multiplies the layer with a known vector, and compares the product
-with that of the checkpoint's tensors.
+readable weights, so its fingerprint is computed after vLLM loaded it and before vLLM packs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
+from rollway.engine.layers import list_loaded_parameters
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import (
     DTYPES,
@@ -35,6 +34,7 @@ _COMPUTED = "rotary_emb.inv_freq"
 # Tensors of a checkpoint without a parameter: tied to the embeddings, or computed by the engine.
 _WITHOUT_PARAMETER = ("lm_head.weight", _COMPUTED)
 _CAST = ("F64", "F32", "F16", "BF16")
+_ADAPTED = (".base_layer.", ".")
 _EXPERTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
@@ -138,8 +138,6 @@ def _fits_words(tensor: torch.Tensor) -> bool:
 class _Group:
     """The checkpoint's tensors that form one parameter of the engine."""
 
-    products: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Products with the probe vector, by part; only for packed layers."""
     fingerprint: int = 0
     """The sum of all ranks together; with `cut`, the sum of this rank."""
     cut: bool = False
@@ -170,7 +168,7 @@ class Proof:
         self._packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
         self._fused_into = {part: whole for whole, parts in self._packed.items() for part in parts}
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
-        self._parameters = _list_parameters(model)
+        self._parameters = _strip_adapters(list_loaded_parameters(model))
         names = (name for name, _ in model.named_parameters())
         self._full_names = dict(zip(self._parameters, names, strict=True))
         self._targets: dict[str, str | None] = {}
@@ -179,6 +177,8 @@ class Proof:
         """Tensors that this proof did not read: the model must have their published sums."""
         self._started: dict[str, Started] = {}
         """The fingerprints of tensors that are parts of readable parameters."""
+        self._loaded: dict[str, int] = {}
+        """The fingerprints of parameters before they were packed."""
         self._is_complete = False
         self._wrong: list[str] = []
         self._device = torch.device("cpu")
@@ -216,11 +216,6 @@ class Proof:
         names = self._parameters
         return sorted(n for n in names if n not in filled and not n.endswith(_COMPUTED))
 
-    @property
-    def packed(self) -> bool:
-        """Whether some layers keep their weights only in a packed form."""
-        return any(parameter.numel() == 0 for parameter in self._parameters.values())
-
     def collect(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -233,19 +228,13 @@ class Proof:
         """Expect published sums alone; return a tensor that has no usable one, or ""."""
         for name, header in headers.items():
             target = self._get_target(name)
-            if target is not None and self._parameters[target].numel() and name in self._sums:
+            if target is not None and name in self._sums:
                 self._add(
                     name, torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
                 )
             if target is not None and name not in self.by_sum:
                 return name
         return ""
-
-    def list_non_finite(self, model: torch.nn.Module) -> list[str]:
-        """Return the collected tensors of which a parameter of the model has NaN or infinity; of
-        tensors that form one parameter, all."""
-        names = list_non_finite(_list_parameters(model))
-        return [part for n in names if n in self._groups for part, _ in self._groups[n].parts]
 
     def list_fingerprints(self) -> dict[str, int]:
         """Return the fingerprints of this rank's parameters after `measure`."""
@@ -275,20 +264,28 @@ class Proof:
         if wrong:
             raise RuntimeError(f"{wrong[0]} and {len(wrong) - 1} more tensors arrived damaged")
 
+    def measure_loaded(self, name: str, layer: torch.nn.Module) -> None:
+        """Compute the fingerprints of a layer that vLLM is about to pack, for `measure`."""
+        for key, parameter in layer.named_parameters(recurse=False):
+            parameter_name = f"{name}.{key}".replace(*_ADAPTED)
+            if parameter_name in self._groups:
+                words = self._groups[parameter_name].words
+                self._loaded[parameter_name] = fingerprint(parameter, words=words)
+
     def measure(self, model: torch.nn.Module) -> None:
         """Compute the fingerprints of this rank's parameters, for `compare`."""
         self.refuse_missing()
         self.finish_collecting()
-        parameters = _list_parameters(model)
-        readable = {n: group for n, group in self._groups.items() if parameters[n].numel()}
-        started = start_fingerprints([(parameters[n], g.words) for n, g in readable.items()])
+        parameters = _strip_adapters(dict(model.named_parameters()))
+        held, self._loaded = self._loaded, {}
+        pending = {n: g for n, g in self._groups.items() if n not in held and parameters[n].numel()}
+        started = start_fingerprints([(parameters[n], g.words) for n, g in pending.items()])
+        held |= zip(pending, finish_fingerprints(started), strict=True)
         self._wrong = []
-        for (name, group), held in zip(readable.items(), finish_fingerprints(started), strict=True):
-            group.held = held
-            if group.cut and held != _to_signed(group.fingerprint):
+        for name, group in self._groups.items():
+            group.held = held.get(name)
+            if group.held is None or (group.cut and group.held != _to_signed(group.fingerprint)):
                 self._wrong.append(name)
-        packed = self._groups.keys() - readable.keys()
-        self._wrong += [name for name in packed if not self._product_agrees(model, name)]
         self._device = next(iter(parameters.values())).device
 
     def finish_collecting(self) -> None:
@@ -306,26 +303,19 @@ class Proof:
     def compare(self, reduced: Reduce = torch.clone) -> None:
         """Compare the fingerprints; all ranks must call this at the same time."""
         # Sort by name: ranks may have received their tensors in different orders.
-        readable = {n: group for n, group in sorted(self._groups.items()) if group.held is not None}
-        local = [group.held for group in readable.values()]
+        groups = sorted(self._groups.items())
+        local = [group.held or 0 for _, group in groups]  # one that is None is in `_wrong`
         total = local
         if reduced is not torch.clone:
             total = reduced(torch.tensor(local, dtype=torch.int64, device=self._device)).tolist()
-        self._raise_if_any(
-            self._wrong
-            + [
-                name
-                for (name, group), all_ranks in zip(readable.items(), total, strict=True)
-                # A parameter is either whole and equal on all ranks, or divided among them.
-                if not group.cut and _to_signed(group.fingerprint) not in (group.held, all_ranks)
-            ]
-        )
-
-    def compare_alone(self) -> None:
-        """Raise for errors that this rank can find without the others."""
-        self._raise_if_any(self._wrong)
-
-    def _raise_if_any(self, wrong: list[str]) -> None:
+        wrong = self._wrong + [
+            name
+            for (name, group), all_ranks in zip(groups, total, strict=True)
+            # A parameter is either whole and equal on all ranks, or divided among them.
+            if not group.cut
+            and name not in self._wrong
+            and _to_signed(group.fingerprint) not in (group.held, all_ranks)
+        ]
         if wrong:
             raise RuntimeError(
                 f"{len(wrong)} of {len(self._groups)} parameters differ from the checkpoint, for "
@@ -346,17 +336,14 @@ class Proof:
         # by words.
         if (group.words and not words) or group.cut != cut:
             raise RuntimeError(f"{name} cannot be summed with the other parts of {target}")
-        if parameter.numel():
-            # A published sum counts the words of the tensor as it was sent, not after a cast.
-            published = self._sums.get(name) if group.words and values is tensor else None
-            if published is None:
-                self._started[name] = start_fingerprint(values, words=group.words)
-            else:
-                self._started[name] = _to_signed(published)
-                self.by_sum.add(name)
-            group.parts.append((name, 1 if cut else self._count_copies(name) or 1))
+        # A published sum counts the words of the tensor as it was sent, not after a cast.
+        published = self._sums.get(name) if group.words and values is tensor else None
+        if published is None:
+            self._started[name] = start_fingerprint(values, words=group.words)
         else:
-            group.products[name.split(".")[-2]] = values.float() @ _make_probe(values.shape[1])
+            self._started[name] = _to_signed(published)
+            self.by_sum.add(name)
+        group.parts.append((name, 1 if cut else self._count_copies(name) or 1))
 
     def _start(self, name: str, tensor: torch.Tensor) -> Started:
         target = self._get_target(name)
@@ -411,44 +398,16 @@ class Proof:
             return None
         return 1 if part == order[0] else copies
 
-    def _product_agrees(self, model: torch.nn.Module, name: str) -> bool:
-        """Return whether a packed layer multiplies like the checkpoint's tensors."""
-        layer: Any = model.get_submodule(name.rpartition(".")[0])
-        layer = getattr(layer, "base_layer", layer)
-        kernel = getattr(layer, "cpu_linear", None)
-        group = self._groups[name]
-        order = self._packed.get(name.split(".")[-2], list(group.products))
-        if kernel is None or set(order) != set(group.products):
-            return False
-        expected = torch.cat([group.products[part] for part in order])
-        probe = _make_probe(_get_width(layer)).to(layer.weight.dtype)
-        product = kernel(probe[None], layer.weight, None)[0].float()
-        if product.numel() != expected.numel():
-            return False
-        # The packed kernel adds in another order than torch, so the products differ by rounding.
-        scale = expected.abs().max().clamp(min=1e-6)
-        is_precise = layer.weight.dtype == torch.float32
-        return bool((product - expected).abs().max() / scale < (1e-4 if is_precise else 3e-2))
 
-
-def _list_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters by their names without adapters, which wrap a layer as `base_layer`."""
-    return {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
+def _strip_adapters(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return parameters by their names without adapters, which wrap a layer as `base_layer`."""
+    return {name.replace(*_ADAPTED): value for name, value in parameters.items()}
 
 
 def _count_replicas(model: torch.nn.Module) -> dict[str, int]:
     """Return the number of KV replicas of fused QKV layers by name, where it is more than one."""
     replicas = {n: getattr(m, "num_kv_head_replicas", 1) for n, m in model.named_modules()}
     return {n.replace(".base_layer", ""): count for n, count in replicas.items() if count > 1}
-
-
-def _make_probe(width: int) -> torch.Tensor:
-    """Return the known vector that packed layers are multiplied with."""
-    return torch.cos(torch.arange(width, dtype=torch.float32) * 1.7 + 0.3)
-
-
-def _get_width(layer: Any) -> int:
-    return int(getattr(layer, "input_size_per_partition", None) or layer.embedding_dim)
 
 
 def _to_signed(value: int) -> int:

@@ -1,8 +1,9 @@
 """Copy staged weights into the parameters that serve, whose addresses stay.
 
-Captured graphs and compiled code hold on to the addresses of parameters. So a GPU's worker keeps
-its parameters and gets new contents: one batched copy during the pause, by a plan that was recorded
-from vLLM's own loader (`rollway.engine.loading`). Layers without a plan are reloaded by vLLM.
+Captured graphs and compiled code hold on to the addresses of parameters. So a worker keeps its
+parameters and gets new contents: one batched copy during the pause, by a plan that was recorded
+from vLLM's own loader (`rollway.engine.loading`). Layers without a plan are reloaded by vLLM: on
+CPU these are all, because they are packed.
 
     background   plan ─► choose where to stage ─► copy and verify ─► prepare the batched copy
     pause        one batched copy ─► vLLM reloads layers without a plan ─► compare the sums
@@ -27,7 +28,7 @@ import torch
 from rollway.engine import memory
 from rollway.engine.fingerprint import Proof, list_non_finite
 from rollway.engine.incoming import Incoming, Stopwatch, zero_pad_all
-from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers
+from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers, watch_loading
 from rollway.engine.loading import LoadPlan, Region, get_plan, record_plan
 from rollway.engine.memory import HostBuffers, StagedTensors
 from rollway.engine.patching import NoPatch, Patch, Served, prepare_patch, set_served
@@ -231,13 +232,16 @@ class InPlace:
         else:
             tensors = self._tensors.items()
         tensors = zero_pad_all(incoming.slices, tensors)
-        if self.strategy == "reload":
-            incoming.worker.reload_weights(weights_iterator=tensors)
-            return
-        target_of = Proof(model).target_of
-        layers = self._plan.reloaded
-        chosen = ((n, t) for n, t in tensors if (target_of(n) or "").rpartition(".")[0] in layers)
-        reload_layers(incoming.worker, layers, chosen)
+        assert self._proof is not None
+        with watch_loading(model, self._proof.measure_loaded):
+            if self.strategy == "reload":
+                incoming.worker.reload_weights(weights_iterator=tensors)
+                return
+            target_of, layers = self._proof.target_of, self._plan.reloaded
+            chosen = (
+                (n, t) for n, t in tensors if (target_of(n) or "").rpartition(".")[0] in layers
+            )
+            reload_layers(incoming.worker, layers, chosen)
 
 
 def list_addresses(model: torch.nn.Module) -> list[int]:
@@ -321,7 +325,7 @@ def _view_source(
 
 def plan_in_place(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:
     """Return how tensors with these headers are copied into the serving parameters."""
-    return get_plan(worker, "serving", headers, partial(_record, worker, headers))
+    return get_plan(worker, headers, partial(_record, worker, headers))
 
 
 def _record(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:

@@ -22,6 +22,7 @@ import torch
 from rollway.engine.background import share_cores
 from rollway.engine.drafts import Draft
 from rollway.engine.kv_scales import KvScales
+from rollway.engine.layers import list_loaded_parameters
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Shape, Slices
@@ -173,7 +174,8 @@ def find_slices(
     follows from the rule. All other tensors are received whole."""
     if rank is None:
         return Slices()
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    loaded = list_loaded_parameters(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in loaded.items()}
     boxes: dict[str, Box | None] = {}
     parameters: dict[str, str] = {}
     divided: set[str] = set()  # Parameters that receive less than all of a tensor

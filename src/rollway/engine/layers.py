@@ -4,11 +4,15 @@ Only these may be written by a `LoadPlan`. Others are changed after loading: qua
 a kernel, packed, or used to compute something that is kept. A changed layout can have the same
 shapes and the same sums as the loaded one, so neither would reveal a wrong copy. Therefore this is
 a list of what is allowed, read from vLLM 0.31, and everything else is reloaded by vLLM itself.
+
+On CPU, vLLM packs nearly all layers, and packed weights cannot be read. So `watch_loading` shows
+each layer between its loading and its packing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -71,6 +75,77 @@ def list_changed_layers(model: torch.nn.Module) -> dict[str, str]:
     return changed
 
 
+def explain_no_reload(model: torch.nn.Module) -> str:
+    """Return why vLLM must not load this model a second time; "" if it may."""
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return ""
+    for name, module in model.named_modules():
+        has_experts = any(
+            key.startswith("w13") for key, _ in module.named_parameters(recurse=False)
+        )
+        if has_experts and _qualify_name(type(_get_method(module))) != _MOE_METHOD:
+            return (
+                f"vLLM packs the experts of {name} for CPU only when it loads them for the first "
+                "time; start the worker without quantisation and without adapters"
+            )
+    return ""
+
+
+def list_loaded_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters in the shapes that vLLM's loader fills. On CPU these are on
+    `meta`, because packed layers keep other parameters, or none."""
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    loaded: dict[str, torch.Tensor] = {}
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        path, _, key = name.rpartition(".")
+        info = LAYERWISE_INFO.get(modules[path]) if parameter.device.type == "cpu" else None
+        loaded[name] = parameter if info is None else info.restore_metadata[0].get(key, parameter)
+    return loaded
+
+
+@contextlib.contextmanager
+def watch_loading(model: torch.nn.Module, seen: Callable[[str, Any], None]) -> Iterator[None]:
+    """Call `seen` with name and layer when vLLM has reloaded a layer of a model on CPU, before it
+    packs it. Have it pack experts and tied layers, too."""
+    names = {module: name for name, module in model.named_modules()}
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        names = {}
+    methods = {method for method in map(_get_method, names) if hasattr(method, _HOOK)}
+    loaded: set[Any] = set()
+
+    def watch(process: Callable[[Any], None]) -> Callable[[Any], None]:
+        def run(layer: Any) -> None:
+            loaded.add(layer)
+            seen(names[layer], layer)
+            if hasattr(layer.quant_method, "moe_kernel"):
+                # With a kernel, vLLM takes this for an update on a GPU, and packs nothing: the
+                # kernel would read loaded weights as packed ones.
+                layer.quant_method.moe_kernel = None
+            process(layer)
+
+        return run
+
+    for method in methods:
+        setattr(method, _HOOK, watch(getattr(method, _HOOK)))
+    try:
+        yield
+    finally:
+        for method in methods:
+            delattr(method, _HOOK)
+    # A head that is tied to the embeddings gets no tensors, so vLLM leaves it packed as it was.
+    shared = {id(parameter) for layer in loaded for parameter in layer.parameters(recurse=False)}
+    for layer in names.keys() - loaded:
+        tied = any(id(parameter) in shared for parameter in layer.parameters(recurse=False))
+        if tied and hasattr(_get_method(layer), _HOOK):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def _get_method(module: Any) -> Any:
+    return getattr(module, "quant_method", None)
+
+
 def _explain_change(module: Any, parameters: Iterable[torch.Tensor], device: str) -> str:
     for parameter in parameters:
         if parameter.device.type != device:
@@ -84,7 +159,7 @@ def _explain_change(module: Any, parameters: Iterable[torch.Tensor], device: str
     # and reads the parameter.
     if kernel is not None and getattr(kernel, "__closure__", None):
         return PACKED
-    method = getattr(module, "quant_method", None)
+    method = _get_method(module)
     return "" if method is None else _explain_method(method, device)
 
 

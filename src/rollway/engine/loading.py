@@ -152,11 +152,10 @@ def record_plan(
 
 
 def get_plan(
-    worker: Any, kind: str, headers: Mapping[str, TensorHeader], record: Callable[[], LoadPlan]
+    worker: Any, headers: Mapping[str, TensorHeader], record: Callable[[], LoadPlan]
 ) -> LoadPlan:
-    """Return the worker's plan of this kind for tensors with these headers; `record` it at the
-    first call."""
-    plans: dict[Any, LoadPlan] = worker.__dict__.setdefault(f"_rollway_{kind}_plans", {})
+    """Return the worker's plan for tensors with these headers; `record` it at the first call."""
+    plans: dict[Any, LoadPlan] = worker.__dict__.setdefault("_rollway_plans", {})
     key = tuple(sorted((name, h.dtype, h.shape) for name, h in headers.items()))
     if key not in plans:
         plans.clear()  # another set of tensors: the old one does not come back

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from rollway.engine import memory
-from rollway.engine.background import use_one_core
 from rollway.engine.fingerprint import Proof, list_non_finite
 from rollway.engine.incoming import Incoming
-from rollway.engine.loading import LoadPlan, PlannedCopy, Region, get_plan, record_plan
+from rollway.engine.loading import LoadPlan, PlannedCopy, Region
 from rollway.errors import WeightsError
 from rollway.weights.digest.checksums import integers
 from rollway.weights.transports.base import ChangedElements, ChangedStep, Changes, Reader
@@ -210,7 +209,7 @@ class Patch:
         name = translation.parameter
         places, bits = translation.translate(elements.positions, elements.bits)
         if elements.relative:
-            old = _read(self._live[name], places)
+            old = self._live[name].index_select(0, places)
             if name in self._staged:
                 old = _look_up(*self._staged[name], places, old)
             bits = old + bits
@@ -237,21 +236,7 @@ class Patch:
     def run(self) -> None:
         """Write; on a GPU this only starts the writes."""
         for name, (places, bits) in self._staged.items():
-            _write(self._live[name], places, bits)
-
-
-def _read(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        # numpy, because torch's threads wait for each other when cores are busy.
-        return torch.from_numpy(tensor.numpy().take(places.numpy()))
-    return tensor.index_select(0, places)
-
-
-def _write(tensor: torch.Tensor, places: torch.Tensor, bits: torch.Tensor) -> None:
-    if tensor.device.type == "cpu":
-        tensor.numpy()[places.numpy()] = bits.numpy()
-    else:
-        tensor.scatter_(0, places, bits)
+            self._live[name].scatter_(0, places, bits)
 
 
 def _sort(places: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,48 +270,6 @@ def prepare_patch(incoming: Incoming, plan: LoadPlan, device: torch.device) -> t
 
     The proof expects the published sums of all tensors."""
     served = get_served(incoming.worker)
-    _refuse_whole(incoming, served)
-    assert served is not None
-    patch = Patch(plan, incoming.model, _count_elements(incoming))
-    changes = _read_changes(incoming, served)
-    proof = _expect_published(incoming, incoming.model)
-    # Steps count from the old bits. Sums tell whether somebody changed these since the last swap.
-    proof.measure(incoming.model)
-    if proof.list_fingerprints() != served.fingerprints:
-        raise NoPatch("the served parameters are not as they were after the last swap")
-    _refuse_without_memory(changes, device)
-    for step in changes.steps:
-        _add(patch, step, incoming, device)
-    patch.warm_up()
-    return patch, proof
-
-
-def apply_changes(
-    incoming: Incoming, model: torch.nn.Module, contents: Served | None
-) -> tuple[Proof, int]:
-    """Write the changes since `contents` into the parameters of a model on CPU that does not serve;
-    raise NoPatch where whole tensors are needed. Return how many elements changed, and a proof that
-    expects the published sums: only they show that the model had these contents."""
-    _refuse_whole(incoming, contents)
-    assert contents is not None
-    if incoming.ranks > 1:
-        raise NoPatch("the model is divided among ranks")
-    plan = _plan_loading(incoming, model)
-    elements = _count_elements(incoming)
-    Patch(plan, model, elements)  # refuses before anything is read
-    changes = _read_changes(incoming, contents)
-    proof = _expect_published(incoming, model)
-    count = 0
-    use_one_core()  # the changes of one tensor are too few to be divided among threads
-    for step in changes.steps:
-        patch = Patch(plan, model, elements)
-        _add(patch, step, incoming, torch.device("cpu"))
-        patch.run()
-        count += patch.count
-    return proof, count
-
-
-def _refuse_whole(incoming: Incoming, served: Served | None) -> None:
     if getattr(type(incoming.reader), "changes", Reader.changes) is Reader.changes:
         raise NoPatch("")
     if served is None:
@@ -335,45 +278,30 @@ def _refuse_whole(incoming: Incoming, served: Served | None) -> None:
         raise NoPatch("the draft model changes too")
     if incoming.scales is not None:
         raise NoPatch("the scales of the KV cache change too")
-
-
-def _count_elements(incoming: Incoming) -> dict[str, int]:
-    return {n: torch.Size(h.shape).numel() for n, h in incoming.headers.items()}
-
-
-def _read_changes(incoming: Incoming, served: Served) -> Changes:
-    most = sum(_count_elements(incoming).values()) // MOST_CHANGED
+    elements = {n: torch.Size(h.shape).numel() for n, h in incoming.headers.items()}
+    patch = Patch(plan, incoming.model, elements)
+    most = sum(elements.values()) // MOST_CHANGED
     changes = incoming.reader.changes(incoming.offer, served.identity, most)
     if changes is None or changes.refusal:
         raise NoPatch(changes.refusal if changes is not None else "")
-    return changes
-
-
-def _expect_published(incoming: Incoming, model: torch.nn.Module) -> Proof:
-    proof = Proof(model, incoming.reader.sums(incoming.offer))
+    proof = Proof(incoming.model, incoming.reader.sums(incoming.offer))
     unknown = proof.expect(incoming.headers)
     if unknown:
         raise NoPatch(f"{unknown} cannot be verified by a published sum")
-    return proof
-
-
-def _add(patch: Patch, step: ChangedStep, incoming: Incoming, device: torch.device) -> None:
-    if incoming.abandoned.is_set():
-        raise RuntimeError(f"version {incoming.offer.version} was discarded")
-    try:
-        patch.add(step, device)
-    except WeightsError as error:
-        raise NoPatch(error.message) from error
-
-
-def _plan_loading(incoming: Incoming, model: torch.nn.Module) -> LoadPlan:
-    """Return how vLLM loads tensors into a model before it packs any layer."""
-    return get_plan(
-        incoming.worker,
-        "loading",
-        incoming.headers,
-        lambda: record_plan(model, incoming.headers, Proof(model).target_of, {}),
-    )
+    # Steps count from the old bits. Sums tell whether somebody changed these since the last swap.
+    proof.measure(incoming.model)
+    if proof.list_fingerprints() != served.fingerprints:
+        raise NoPatch("the served parameters are not as they were after the last swap")
+    _refuse_without_memory(changes, device)
+    for step in changes.steps:
+        if incoming.abandoned.is_set():
+            raise RuntimeError(f"version {incoming.offer.version} was discarded")
+        try:
+            patch.add(step, device)
+        except WeightsError as error:
+            raise NoPatch(error.message) from error
+    patch.warm_up()
+    return patch, proof
 
 
 def _refuse_without_memory(changes: Changes, device: torch.device) -> None:

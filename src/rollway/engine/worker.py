@@ -16,7 +16,7 @@ and only the methods that `engine/rpc.py` lists are run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,10 @@ from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming, get_reader
 from rollway.engine.kv_scales import KvScales, restore_scales, split_scales
+from rollway.engine.layers import explain_no_reload, watch_loading
 from rollway.engine.memory import HostBuffers
 from rollway.engine.patching import set_served
 from rollway.engine.prime_rl_broadcast import BROADCAST, PrimeRlBroadcastReader, find_rank
-from rollway.engine.shadow import ParameterArena, explain_no_swap, wait_until_packed
 from rollway.engine.sleep_mode import describe_memory, prepare_sleep, refuse_sleeping
 from rollway.engine.staging import Staging
 from rollway.signed_calls import OrderRefused, Verifier, keep_secret, read_stack_secret
@@ -84,8 +84,7 @@ class WorkerExtension:
         end."""
         weights = read_offer(offer)
         refuse_sleeping(_get_model(self))
-        if explain_no_swap(self):
-            _refuse_corruption_by_vllm(_get_model(self))
+        _refuse_unloadable(_get_model(self))
         earlier = _get_staging(self)
         if earlier is not None and earlier.offer == weights and not earlier.has_failed:
             earlier.notify_when_done(tell)
@@ -109,7 +108,6 @@ class WorkerExtension:
         staging = Staging(
             Incoming(self, reader, weights, new, ranks, reduced, policy_draft, cache),
             _read_served_headers(self),
-            _get_arena(self),
             _get_host_buffers(self),
             allow_cast=allow_cast,
         )
@@ -202,7 +200,7 @@ def start_warm_up(worker: Any) -> None:
 
 def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
     """Raise if this worker could not serve a checkpoint, or could not verify it afterwards."""
-    _refuse_corruption_by_vllm(_get_model(worker))
+    _refuse_unloadable(_get_model(worker))
     headers, scales = split_scales(read_headers(Path(path)))
     new, draft = split_draft(headers)
     if draft or scales:
@@ -223,10 +221,10 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
     check = partial(check_checkpoint, Path(path), needs_config=False)
     if identity and check(whole=False).identity != identity:
         raise RuntimeError(f"{path} has other weights than the order names")
-    wait_until_packed(worker)
-    proof = Proof(_get_model(worker))
+    model = _get_model(worker)
+    proof = Proof(model)
     set_served(worker, None)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, watch_loading(model, proof.measure_loaded):
         # Hash the files while loading: it takes about as long as reading them.
         intact = pool.submit(check)
         worker.reload_weights(weights_iterator=proof.collect(read_tensors(Path(path))))
@@ -234,7 +232,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
         checkpoint = intact.result()
     if identity and checkpoint.identity != identity:
         raise RuntimeError(f"{path} changed while it was loaded")
-    proof.check(_get_model(worker), _find_ranks()[1])
+    proof.check(model, _find_ranks()[1])
 
 
 def _open_order(method: str, order: Any) -> dict[str, Any]:
@@ -246,13 +244,6 @@ def _open_order(method: str, order: Any) -> dict[str, Any]:
 
 def _get_staging(worker: Any) -> Staging | None:
     return getattr(worker, "_rollway_staging", None)
-
-
-def _get_arena(worker: Any) -> ParameterArena:
-    if not hasattr(worker, "_rollway_arena"):
-        worker._rollway_arena = ParameterArena()
-    arena: ParameterArena = worker._rollway_arena
-    return arena
 
 
 def _get_broadcast_reader(worker: Any) -> PrimeRlBroadcastReader:
@@ -325,8 +316,6 @@ def _refuse_unverifiable(
     unsupported = [f"tensors like {name}" for name in unverifiable[:1]]
     if quantised is not None:
         unsupported.append("quantised models")
-    if proof.packed and _find_ranks()[0] > 1 and explain_no_swap(worker):
-        unsupported.append("packed layers on several ranks")
     if unsupported and not from_files:
         fix = explain_joined(unverifiable) or (
             "Publish the tensors of the served checkpoint, or refit from a directory, which a "
@@ -340,21 +329,10 @@ def _refuse_unverifiable(
         raise NotImplementedError(f"Method '{method}' is not implemented for {unsupported[0]}")
 
 
-def _refuse_corruption_by_vllm(model: torch.nn.Module) -> None:
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if on_cpu and any(True for _ in _list_expert_layers(model)):
-        raise RuntimeError(
-            "vLLM corrupts the experts of a mixture-of-experts model when it reloads them in place "
-            "on CPU; start the worker with enforce-eager and without adapters, so that Rollway "
-            "can swap the parameters"
-        )
-
-
-def _list_expert_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield modules that hold the weights of several experts in one parameter."""
-    for module in model.modules():
-        if any(name.startswith("w13") for name, _ in module.named_parameters(recurse=False)):
-            yield module
+def _refuse_unloadable(model: torch.nn.Module) -> None:
+    why_not = explain_no_reload(model)
+    if why_not:
+        raise RuntimeError(why_not)
 
 
 def _find_ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:

@@ -430,7 +430,7 @@ class Refit:
     @asynccontextmanager
     async def _discard_afterwards(self) -> AsyncIterator[None]:
         """At the end, free updates that workers staged and that were not applied: no worker keeps
-        a second model. The error that ended the refit is never replaced by one from here."""
+        their memory. The error that ended the refit is never replaced by one from here."""
         try:
             yield
         finally:

@@ -4,8 +4,8 @@
 `rollway.weights` has announced.
 Every update is checked before any worker is touched. Workers with Rollway's extension even stage it
 while they generate: they load and verify the weights beside the served model, and the pause is only
-a swap. A staged update that will not be applied is discarded, because it is a second model in the
-worker's memory.
+a swap. A staged update that will not be applied is discarded, because it takes as much of the
+worker's memory as the model.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class WorkerOrder:
             raise
         self._refit.may_hold_update = False
         try:
-            # A worker that lacks memory for a second model has read them only now.
+            # A worker that lacks memory to stage the weights has read them only now.
             await plan.update.check_unchanged()
         except AdminError as error:
             raise _WrongWeights(error.message) from None

@@ -85,7 +85,7 @@ class WorkerRefit:
     is_supervised: bool = False
     """Whether a supervisor labels the worker once it is ready."""
     may_hold_update: bool = False
-    """Whether the update may be staged in the worker, as a second model."""
+    """Whether the update may be staged in the worker."""
     sleep_level: int = 0
     """The level at which the worker slept when the refit began; 0 if it was awake."""
     was_out: bool = False

@@ -26,4 +26,5 @@ def engine(config: dict[str, Any], headers: Headers, tp: int, ep: int, rank: int
         if (part := want.parts[rank]) is not None
     }
     named = [(name, torch.empty(shape)) for name, shape in shapes.items()]
-    return SimpleNamespace(named_parameters=lambda: named)
+    modules = [(name.rpartition(".")[0], torch.nn.Module()) for name in shapes]
+    return SimpleNamespace(named_parameters=lambda: named, named_modules=lambda: modules)

@@ -10,7 +10,6 @@ import torch
 from rollway.engine.incoming import Incoming
 from rollway.engine.kv_scales import KvScales, split_scales
 from rollway.engine.memory import HostBuffers
-from rollway.engine.shadow import ParameterArena
 from rollway.engine.staging import Staging
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
@@ -82,7 +81,7 @@ def make_staging(worker: Any, reader: FakeReader, host: HostBuffers | None = Non
     headers, scales = split_scales(reader.headers(offer))
     cache = KvScales(worker, scales) if scales else None
     incoming = Incoming(worker, reader, offer, headers, 1, torch.clone, scales=cache)
-    return Staging(incoming, headers, ParameterArena(), host or HostBuffers())
+    return Staging(incoming, headers, host or HostBuffers())
 
 
 def stage(staging: Staging) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Engine:
         self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
         self._note(method)
-        return [self.staging if method == "rollway_staging" else {"strategy": "exchange"}]
+        return [self.staging if method == "rollway_staging" else {"strategy": "reload"}]
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
         assert clear_cache

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from rollway.engine.drafts import Draft, split_draft
-from rollway.engine.shadow import exchange, pair_modules
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
 
@@ -107,30 +106,19 @@ def test_draft_tensors_are_copied_and_policy_tensors_pass_through(tmp_path: Path
     assert draft._tensors["fc.weight"].tolist() == [1.0, 1.0]
 
 
-def test_a_shared_layer_has_the_new_parameters_of_the_policy(tmp_path: Path) -> None:
-    """Parameters are exchanged module by module, so both models see those of a shared module."""
-    served = make_worker(tmp_path)
-    policy, live = served.model_runner.get_model(), served.model_runner.drafter.model
-    fresh_policy, fresh = Policy(), Head()
-    shared = frozenset(id(module) for module in policy.modules())
-    pairs = pair_modules(fresh, live, shared)
-    assert all(module is not live.embed_tokens for module, _ in pairs)
-    expected, own = fresh_policy.embed_tokens.weight, fresh.fc.weight
-    for fresh_module, live_module in [*pair_modules(fresh_policy, policy), *pairs]:
-        exchange(fresh_module, live_module)
-    assert live.embed_tokens.weight is policy.embed_tokens.weight is expected
-    assert live.fc.weight is own
-
-
 def test_a_draft_model_with_other_weights_is_refused(tmp_path: Path) -> None:
-    draft = Draft(make_worker(tmp_path), FC)
-    fresh = Head()
-    assert not list(draft.keep_draft(iter([("draft.fc.weight", fresh.fc.weight.detach())])))
-    draft._check(fresh, 1)
+    """Layers that it shares with the policy are not compared: they are the policy's."""
+    worker = make_worker(tmp_path)
+    draft, live = Draft(worker, FC), worker.model_runner.drafter.model
+    weight = live.fc.weight.detach()
+    assert not list(draft.keep_draft(iter([("draft.fc.weight", weight)])))
+    draft._check(draft._list_own(), 1)
     with torch.no_grad():
-        fresh.fc.weight[0, 0] += 1
+        live.embed_tokens.weight += 1
+        draft._check(draft._list_own(), 1)
+        weight[0, 0] += 1
         with pytest.raises(RuntimeError, match="does not hold the published"):
-            draft._check(fresh, 1)
-        fresh.fc.weight[0, 0] = torch.nan
+            draft._check(draft._list_own(), 1)
+        weight[0, 0] = torch.nan
         with pytest.raises(RuntimeError, match="left a part of the draft model empty"):
-            draft._check(fresh, 2)
+            draft._check(draft._list_own(), 2)

@@ -121,6 +121,7 @@ def test_scales_in_captured_graphs_are_refused(tmp_path: Path) -> None:
     _, scales = split_scales(headers_of(make_scales()))
     impl = SimpleNamespace(bmm1_scale=0.5, bmm2_scale=0.5)
     worker.model_runner.get_model().model.layers[0].self_attn.attn.impl = impl
+    worker.model_config.enforce_eager = False
     with pytest.raises(RuntimeError, match="in its captured graphs"):
         KvScales(worker, scales)
     worker.model_config.enforce_eager = True

@@ -19,12 +19,11 @@ from rollway.engine.incoming import Incoming
 from rollway.engine.loading import LoadPlan, PlannedCopy, Region, record_plan
 from rollway.engine.memory import FreeMemory, HostBuffers
 from rollway.engine.patching import Patch, Translation, get_served
-from rollway.engine.shadow import ParameterArena
 from rollway.engine.staging import Staging
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.layout import Slices
 from rollway.weights.offer import Offer
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store, unpacking
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
 from tests.unit.engine.vllm_models import (
     CONFIGS,
     Tensors,
@@ -63,7 +62,6 @@ def test_a_patched_model_is_what_vllm_would_load(
 ) -> None:
     """Fused, biased and tied parameters, experts, a padded vocabulary, replicated keys. With one
     step the changes are unpacked as on a GPU."""
-    monkeypatch.setattr(unpacking, "uses_numpy", lambda _: steps > 1)
     first = write_model(kind, tmp_path)
     publisher, reader = DeltaPublisher(Store(tmp_path / "deltas")), DeltaReader()
     base = publisher.publish(1, first.items())
@@ -175,7 +173,7 @@ class Fleet:
     def stage(self, offer: Offer) -> tuple[Staging, dict[str, Any]]:
         headers = self.reader.headers(offer)
         incoming = Incoming(self.worker, self.reader, offer, headers, 1, torch.clone)
-        staging = Staging(incoming, headers, ParameterArena(), HostBuffers())
+        staging = Staging(incoming, headers, HostBuffers())
         staging.start()
         wait_until(lambda: staging.report()["state"] != "running")
         return staging, staging.report()

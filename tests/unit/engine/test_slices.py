@@ -54,7 +54,8 @@ def test_unknown_tensors_are_received_whole() -> None:
     name = "model.layers.0.self_attn.qkv_proj"
     named[f"{name}.weight"] = torch.empty(9, 9)
     del named["model.embed_tokens.weight"]
-    other = find_slices(rank, headers, SimpleNamespace(named_parameters=named.items))  # type: ignore[arg-type]
+    unlike = SimpleNamespace(named_parameters=named.items, named_modules=model.named_modules)
+    other = find_slices(rank, headers, unlike)  # type: ignore[arg-type]
     left_out = find_slices(rank, headers, model).boxes.keys() - other.boxes.keys()
     assert left_out == {
         *(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"),

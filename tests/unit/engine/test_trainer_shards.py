@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 from rollway.engine import in_place
 from rollway.engine.incoming import Incoming
 from rollway.engine.memory import HostBuffers
-from rollway.engine.shadow import ParameterArena
 from rollway.engine.staging import Staging
 from rollway.errors import WeightsError
 from rollway.signed_calls import SECRET
@@ -178,7 +177,7 @@ def test_every_parameter_of_every_rank_is_the_checkpoints(
                 reader = _open_reader(transport, tmp_path, cleanup)
                 headers = reader.headers(offer)
                 incoming = Incoming(worker, reader, offer, headers, tp, reduction)
-                stagings.append(Staging(incoming, headers, ParameterArena(), HostBuffers()))
+                stagings.append(Staging(incoming, headers, HostBuffers()))
                 report = stage(stagings[-1])
                 assert report["state"] == "ready", report["error"]
         with ThreadPoolExecutor(tp) as pool:

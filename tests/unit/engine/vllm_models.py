@@ -104,16 +104,41 @@ def create_model(directory: Path, cache_dtype: Any = "auto") -> tuple[Any, Any]:
 
 
 def create_worker(directory: Path, cache_dtype: str = "auto") -> Any:
-    """Return as much of a vLLM worker as staging uses. Its parameters keep their addresses, as if
-    compiled code held on to them."""
+    """Return as much of a vLLM worker as staging uses."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
     model, config = create_model(directory, cache_dtype)
-    config.model_config.enforce_eager = False
+
+    def reload_weights(weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """As vLLM's worker does it."""
+        with set_current_vllm_config(config):
+            initialize_layerwise_reload(model)
+            model.load_weights(weights_iterator)
+            finalize_layerwise_reload(model, config.model_config)  # type: ignore[no-untyped-call]
+
     runner = SimpleNamespace(
         get_model=lambda: model, reset_encoder_cache=lambda: None, reset_mm_cache=lambda: None
     )
     return SimpleNamespace(
-        model_runner=runner, model_config=config.model_config, vllm_config=config
+        model_runner=runner,
+        model_config=config.model_config,
+        vllm_config=config,
+        reload_weights=reload_weights,
     )
+
+
+def pack(worker: Any) -> None:
+    """Pack the layers of a worker's model, as vLLM does on CPU after it loaded them."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    model = worker.model_runner.get_model()
+    with set_current_vllm_config(worker.vllm_config):
+        process_weights_after_loading(model, worker.model_config, torch.device("cpu"))
 
 
 def change(tensors: Tensors, seed: int, share: float = 0.03) -> Tensors:

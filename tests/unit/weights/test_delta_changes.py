@@ -71,7 +71,6 @@ def assert_same(left: State, right: State) -> None:
         assert torch.equal(integers(tensor), integers(right[name])), name
 
 
-@pytest.mark.parametrize("as_on_gpu", [False, True])
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=9),
     st.lists(st.sampled_from([0.001, 0.01, 0.2, 1.0]), min_size=1, max_size=3),
@@ -81,7 +80,6 @@ def assert_same(left: State, right: State) -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_changes_lead_to_the_offered_version(
-    as_on_gpu: bool,
     tmp_path_factory: pytest.TempPathFactory,
     sizes: list[int],
     shares: list[float],
@@ -99,8 +97,6 @@ def test_changes_lead_to_the_offered_version(
         patch.setattr(unpacking, "BATCH", batch)
         patch.setattr(versions, "_RUN_BYTES", run)
         patch.setattr(versions, "_PIECE_BYTES", 1000)
-        if as_on_gpu:
-            patch.setattr(unpacking, "uses_numpy", lambda _: False)
         changes = reader.changes(offer, served, 1 << 60)
         if changes.refusal:
             assert "a snapshot is shorter" in changes.refusal
@@ -143,11 +139,8 @@ def test_another_version_with_the_same_number_is_read_whole(tmp_path: Path) -> N
     assert_same(dict(reader.tensors(offer)), other)
 
 
-@pytest.mark.parametrize("as_on_gpu", [False, True])
 @pytest.mark.parametrize("fault", ["count", "elements"])
-def test_positions_that_are_wrong_are_refused(
-    fault: str, as_on_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_positions_that_are_wrong_are_refused(fault: str, tmp_path: Path) -> None:
     state = make_state(0, [5000] * 8)
     publisher, reader, served = serve(tmp_path, state)
     offer = publisher.publish(2, change(state, 1, 0.01).items())
@@ -161,8 +154,6 @@ def test_positions_that_are_wrong_are_refused(
         else:
             header = msgspec.structs.replace(header, shape=(50,))
         wrong.append(Streams(header, places, streams.values))
-    if as_on_gpu:
-        monkeypatch.setattr(unpacking, "uses_numpy", lambda _: False)
     for change_of_one in wrong:
         with pytest.raises(WeightsError, match=r"positions in a change of t\d"):
             list(StepStreams([*step.changes, change_of_one]).move(CPU))
@@ -180,14 +171,3 @@ def test_no_thread_works_on_after_an_error() -> None:
         map_in_order(work, [str(i) for i in range(1000)], threads=4)
     count = len(done)
     assert map_in_order(str.upper, ["a", "b"], threads=4) == ["A", "B"] and len(done) == count
-
-
-def test_large_deltas_are_patched_in_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollway.weights.transports.delta.versions._WORTH_THREADS", 0)
-    state = make_state(0, [5000] * 8)
-    publisher, reader, _ = serve(tmp_path, state)
-    last = change(state, 1, 0.05)
-    offer = publisher.publish(2, last.items())
-    assert_same(dict(reader.tensors(offer)), last)

@@ -1,4 +1,4 @@
-"""A delta changes the held tensors in place: only where something changed, or nothing at all."""
+"""A delta changes the held tensors in place, or they are read from a snapshot."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollway.errors import WeightsError
 from rollway.weights.transports.delta import (
     DeltaPublisher,
     DeltaReader,
-    DeltaVersions,
     Store,
 )
-from rollway.weights.transports.delta.reader import patch, patch_all
 
 State = dict[str, Tensor]
 
@@ -50,34 +47,21 @@ def test_held_tensors_stay_where_they_are(tmp_path: Path) -> None:
     assert places == {name: tensor.data_ptr() for name, tensor in reader._state.items()}
 
 
-def test_a_delta_that_is_wrong_in_the_end_is_undone(
+def test_a_reader_that_was_interrupted_reads_a_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publisher, versions = DeltaPublisher(Store(tmp_path)), DeltaVersions(Store(tmp_path))
-    held = {name: tensor.clone() for name, tensor in state(1).items()}
-    for step in (1, 2, 3):
-        publisher.publish(step, state(step).items())
-    steps = versions.find_chain(1, 3)
-    assert [step.kind for step in steps] == ["delta", "delta"]
-    held["same"] += 1  # the last that is looked at
-    with pytest.raises(WeightsError, match="same does not match its checksum in version 3"):
-        patch_all(versions, held, steps)
-    held["same"] -= 1
-    assert same(held, state(1))
-    calls = []
+    """Its tensors are of two versions then."""
+    publisher, reader = DeltaPublisher(Store(tmp_path)), DeltaReader()
+    read(reader, publisher, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("rollway.weights.transports.delta.reader.digest", fail)
+        with pytest.raises(MemoryError):
+            read(reader, publisher, 2)
+    assert same(read(reader, publisher, 3), state(3))
 
-    def fail_later(*arguments: object) -> object:
-        calls.append(arguments)
-        if len(calls) == 9:
-            raise MemoryError
-        return patch(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("rollway.weights.transports.delta.reader.patch", fail_later)
-    with pytest.raises(MemoryError):
-        patch_all(versions, held, steps)
-    assert same(held, state(1))
-    patch_all(versions, held, steps)
-    assert same(held, state(3))
+def fail(_: Tensor) -> str:
+    raise MemoryError
 
 
 def test_a_reader_whose_tensors_are_wrong_reads_a_snapshot(tmp_path: Path) -> None:

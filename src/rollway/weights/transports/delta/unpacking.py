@@ -36,9 +36,6 @@ BATCH = 1 << 24
 _WORTH_THREADS = 1 << 20
 """Bytes from which on threads decompress."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Unpacked = tuple[Tensor | None, Tensor, bool]
-"""Flat positions in order, or None for all elements; their bits as integers; and whether the bits
-must be added to the old ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +57,6 @@ class Streams:
     @property
     def element_bytes(self) -> int:
         return self.header.element_bytes
-
-
-def decompress(encoded: Encoded) -> Streams:
-    """Decompress one change."""
-    return decompress_all([encoded])[0]
 
 
 def decompress_all(changes: Sequence[Encoded], run: Tensor | None = None) -> list[Streams]:
@@ -161,74 +153,29 @@ def _slice(data: Buffer, run: Tensor | None) -> Tensor:
     return torch.frombuffer(writable, dtype=torch.uint8)
 
 
-def unpack(streams: Streams, device: torch.device) -> Unpacked:
-    """Return positions and bits on a device."""
-    header = streams.header
-    if header.places == "whole":
-        raw = streams.values.to(device)
-        # A slice of what was read may begin anywhere, but integers may not.
-        aligned = raw.clone() if raw.storage_offset() % header.element_bytes else raw
-        return None, aligned.view(_INTEGERS[header.element_bytes]), False
-    return _unpack_places(streams, device), *_unpack_values(streams, device)
-
-
-def uses_numpy(device: torch.device) -> bool:
-    """Return whether numpy unpacks there. On a CPU it does, because torch's threads wait for each
-    other when cores are busy."""
-    return bool(device.type == "cpu")
-
-
-def add_bits(old: Tensor, steps: Tensor) -> Tensor:
-    """Return the sums of integers, modulo their size."""
-    if uses_numpy(old.device):
-        return torch.from_numpy(old.numpy() + steps.numpy())
-    return old + steps
-
-
-def _unpack_places(streams: Streams, device: torch.device) -> Tensor | None:
-    header = streams.header
-    if header.places == "all":
-        return None
+def _move_alone(change: Streams, device: torch.device) -> ChangedElements:
+    """Return what changed in a tensor whose positions are no gaps."""
+    header = change.header
     if header.places == "none":
-        return torch.empty(0, dtype=torch.int64, device=device)
-    on_host = uses_numpy(device)
-    if header.places == "gaps":
-        # Before a changed element are the gaps so far, and the changed elements so far.
-        if on_host:
-            plain = streams.places.numpy()
-            ends = np.flatnonzero(plain != ESCAPE)
-            gaps = np.cumsum(plain, dtype=np.int64).take(ends)
-            positions = torch.from_numpy(gaps + np.arange(len(ends)))
-        else:
-            stream = streams.places.to(device)
-            sums = stream.cumsum(0, dtype=torch.int64)[stream != ESCAPE]
-            positions = sums.add_(torch.arange(sums.numel(), device=device))
-    elif on_host:
-        bits = np.unpackbits(streams.places.numpy(), bitorder="little")
-        positions = torch.from_numpy(np.flatnonzero(bits))
-    else:
+        positions = torch.empty(0, dtype=torch.int64, device=device)
+    elif header.places == "bitmap":
         lanes = torch.arange(8, dtype=torch.uint8, device=device)
-        marks = streams.places.to(device).view(-1, 1) >> lanes & 1
+        marks = change.places.to(device).view(-1, 1) >> lanes & 1
         positions = torch.nonzero(marks.view(-1)).view(-1)
-    if positions.numel() != header.count or int(positions[-1]) >= header.elements:
-        raise make_damage_error(f"The positions in a change of {header.name} are wrong.")
-    return positions
-
-
-def _unpack_values(streams: Streams, device: torch.device) -> tuple[Tensor, bool]:
-    """Return the new bits, or the steps to them and True."""
-    header = streams.header
+        if positions.numel() != header.count or int(positions[-1]) >= header.elements:
+            raise make_damage_error(f"The positions in a change of {header.name} are wrong.")
+    else:
+        positions = torch.arange(header.elements, device=device)
+    values = change.values.to(device)
+    if header.places == "whole":
+        # A slice of what was read may begin anywhere, but integers may not.
+        aligned = values.clone() if values.storage_offset() % header.element_bytes else values
+        return ChangedElements(positions, aligned.view(_INTEGERS[header.element_bytes]), False)
     is_relative = header.values == "steps"
-    size, planes = header.element_bytes, header.value_planes
-    if uses_numpy(device):
-        wide = np.zeros((header.count, size), np.uint8)
-        wide[:, :planes] = streams.values.numpy().reshape(planes, header.count).T
-        plain = wide.reshape(-1).view(f"i{size}")
-        if is_relative:
-            plain = ((plain >> 1) & np.iinfo(plain.dtype).max) ^ -(plain & 1)  # undo the zigzag
-        return torch.from_numpy(plain), is_relative
-    rows = streams.values.to(device).view(planes, header.count)
-    return join_planes(rows, size, is_relative), is_relative
+    rows = values.view(header.value_planes, header.count)
+    return ChangedElements(
+        positions, join_planes(rows, header.element_bytes, is_relative), is_relative
+    )
 
 
 def join_planes(planes: Tensor, size: int, is_relative: bool) -> Tensor:
@@ -252,12 +199,9 @@ class StepStreams:
 
     def move(self, device: torch.device) -> Iterator[tuple[str, ChangedElements]]:
         """Yield the changed elements of each tensor on a device."""
-        alone = [c for c in self.changes if uses_numpy(device) or c.header.places != "gaps"]
+        alone = [change for change in self.changes if change.header.places != "gaps"]
         for change in alone:
-            positions, bits, relative = unpack(change, device)
-            if positions is None:
-                positions = torch.arange(bits.numel(), device=device)
-            yield change.name, ChangedElements(positions, bits, relative)
+            yield change.name, _move_alone(change, device)
         if len(alone) < len(self.changes):
             for batch in _split_batches([c for c in self.changes if c.header.places == "gaps"]):
                 yield from _move_batch(batch, device)

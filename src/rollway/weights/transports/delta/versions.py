@@ -37,8 +37,6 @@ _RUN_BYTES = 256 << 20
 """What is read together."""
 _PIECE_BYTES = 16 << 20
 """What one thread reads of it."""
-_WORTH_THREADS = 1 << 20
-"""From this size on, the changes of a step are applied in several threads."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MANIFESTS, OBJECTS = "manifests/", "objects/"
@@ -238,26 +236,14 @@ class DeltaVersions:
             raise WeightsError(f"Nothing leads to version {wanted}.", "Publish a snapshot.")
         return min(chains, key=lambda steps: sum(step.object.size for step in steps))
 
-    def map_changes(
-        self, names: Mapping[str, object], steps: Sequence[Step], work: Callable[[Encoded], Result]
-    ) -> Iterator[list[Result]]:
-        """Call `work` with each change, and yield the results of each step.
-
-        Large steps are read in a few threads. No thread works on when this raises."""
-        for step in steps:
-            with self._open(names, step, steps[-1]) as blob:
-                yield map_in_order(
-                    lambda name, blob=blob, step=step: work(_read_change(blob, name, step)),  # type: ignore[misc]
-                    step.list_tensors(),
-                    threads=1 if step.object.size < _WORTH_THREADS else count_threads(),
-                )
-
     def read_runs(
-        self, names: Mapping[str, object], step: Step, last: Step
+        self, names: Mapping[str, object], step: Step, last: Manifest
     ) -> Iterator[tuple[Tensor, list[Encoded]]]:
         """Yield the changes of a step, in the memory that many of them were read into at once."""
         with self._open(names, step, last) as blob:
             for start, size, run_names in _split_runs(step):
+                if start + size > blob.size:  # before memory is allocated for it
+                    raise needs_snapshot(f"The {step} is cut short.")
                 run = allocate_pinned(size)
                 view = memoryview(run.numpy())
                 pieces = [
@@ -272,18 +258,11 @@ class DeltaVersions:
                     changes.append(_check_announced(encoded, name, step))
                 yield run, changes
 
-    def list_changes(self, names: Mapping[str, object], steps: Sequence[Step]) -> Iterator[Encoded]:
-        """Yield the changes of all steps, in order."""
-        for step in steps:
-            with self._open(names, step, steps[-1]) as blob:
-                for name in step.list_tensors():
-                    yield _read_change(blob, name, step)
-
     @contextmanager
-    def _open(self, names: Mapping[str, object], step: Step, last: Step) -> Iterator[Blob]:
+    def _open(self, names: Mapping[str, object], step: Step, last: Manifest) -> Iterator[Blob]:
         """Open the object of a step."""
         _check_names(names, step.manifest)
-        if step.manifest.headers() != last.manifest.headers():
+        if step.manifest.headers() != last.headers():
             raise needs_snapshot(f"The {step} is of another model than the steps after it.")
         with self._store.open(step.object.key) as blob:
             if blob.size != step.object.size:
@@ -323,10 +302,6 @@ def _split_runs(step: Step) -> Iterator[tuple[int, int, list[str]]]:
         end = at + size
     if names:
         yield start, end - start, names
-
-
-def _read_change(blob: Blob, name: str, step: Step) -> Encoded:
-    return _check_announced(decode(blob.read(*step.locate(name))), name, step)
 
 
 def _check_names(state: Mapping[str, object], manifest: Manifest) -> None:
