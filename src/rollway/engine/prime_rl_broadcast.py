@@ -25,9 +25,8 @@ from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.offer import Count, Offer
 from rollway.weights.transports.base import Reader, never
-from rollway.weights.transports.collective_rendezvous import BrokenOff
-from rollway.weights.transports.state_dicts import Receiver, Unfit
-from rollway.weights.transports.trainer_group import Rendezvous, TrainerGroup, join_group
+from rollway.weights.transports.group import BrokenOff, Group, Place
+from rollway.weights.transports.state_dicts import Receiver, Unfit, join_group
 
 BROADCAST = "prime_rl_broadcast"
 _AGAIN = (
@@ -41,7 +40,7 @@ _MARGIN = 1 << 30
 class GroupRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of an offer that names a group, and this worker's first rank in it."""
 
-    place: Rendezvous
+    place: Place
     first_rank: Count
     """The number of ranks of the workers before this one."""
 
@@ -76,7 +75,7 @@ class PrimeRlBroadcastReader(Reader):
         self._served, self._is_tied = dict(served or {}), is_tied
         self._identity = ""
         self._task: BackgroundTask | None = None
-        self._group: TrainerGroup | None = None
+        self._group: Group | None = None
         self._cause = "this worker has joined no group"
         self._stopped = threading.Event()
         """Ends the waits of the group."""
@@ -117,7 +116,7 @@ class PrimeRlBroadcastReader(Reader):
             self._leave("this worker was ordered to leave it")
 
     def _join(
-        self, place: Rendezvous, rank: int, device: torch.device, stopped: threading.Event
+        self, place: Place, rank: int, device: torch.device, stopped: threading.Event
     ) -> None:
         def check() -> None:
             if stopped.is_set():
@@ -143,7 +142,7 @@ class PrimeRlBroadcastReader(Reader):
         if group is not None:
             group.close()
 
-    def _find_group(self, identity: str) -> TrainerGroup:
+    def _find_group(self, identity: str) -> Group:
         group = self._group
         if group is None or identity != self._identity:
             raise WeightsError(f"No broadcast can come: {self._cause}.", _AGAIN)
