@@ -79,7 +79,8 @@ class PrimeRlBroadcastReader(Reader):
         self._cause = "this worker has joined no group"
         self._stopped = threading.Event()
         """Ends the waits of the group."""
-        self._is_receiving = self._is_released = False
+        self._is_expecting = False
+        """Whether a broadcast is under way, or about to be."""
         self._received: dict[str, str] = {}
         """By the identity of the offer, the digest of the bytes that arrived; "" until then."""
 
@@ -120,9 +121,7 @@ class PrimeRlBroadcastReader(Reader):
     ) -> None:
         def check() -> None:
             if stopped.is_set():
-                raise BrokenOff("This rank has left the group.")
-            if self._is_receiving and self._is_released:
-                raise BrokenOff("The version was discarded.")
+                raise BrokenOff(f"This rank has left the group: {self._cause}.")
 
         try:
             group = join_group(place, rank, device, check)
@@ -137,6 +136,7 @@ class PrimeRlBroadcastReader(Reader):
 
     def _leave(self, cause: str) -> None:
         self._cause, self._identity, self._task = cause, "", None
+        self._is_expecting = False
         self._stopped.set()
         group, self._group = self._group, None
         if group is not None:
@@ -153,7 +153,7 @@ class PrimeRlBroadcastReader(Reader):
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         """Return those of the served model; `tensors` compares what arrives with them."""
         self._find_group(_read(offer, Membership).group)
-        self._is_released = False
+        self._is_expecting = True
         return dict(self._served)
 
     def get_digest(self, offer: Offer) -> str:
@@ -168,10 +168,9 @@ class PrimeRlBroadcastReader(Reader):
         group = self._find_group(_read(offer, Membership).group)
         most = 4 * offer.nbytes + _MARGIN
         receiver = Receiver(group, group.device, self._served, most, self._is_tied)
-        self._is_receiving = True
         cause, tensors = "a worker stopped in the middle of a broadcast", receiver.tensors()
         try:
-            for pair in tensors:  # noqa: UP028 (its thread ends only after the flag below)
+            for pair in tensors:  # noqa: UP028 (its thread ends only after the group is left)
                 yield pair
             cause = ""
             self._received = {offer.identity: receiver.digest}
@@ -182,16 +181,15 @@ class PrimeRlBroadcastReader(Reader):
             cause = f"the last broadcast broke off ({error.message.rstrip('.')})"
             raise
         finally:
-            if cause:
-                self._is_released = True  # ends the thread that receives
-            tensors.close()
-            self._is_receiving = False
+            self._is_expecting = False
             if cause and self._group is group:
                 self._leave(cause)
+            tensors.close()
 
     def release(self) -> None:
-        """End a broadcast that is being received."""
-        self._is_released = True
+        """End the broadcast that is expected or being received."""
+        if self._is_expecting:
+            self._leave("the last broadcast broke off (it was discarded)")
 
     def close(self) -> None:
         self._leave("this worker ends")

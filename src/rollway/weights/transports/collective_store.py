@@ -46,10 +46,6 @@ class Location(Place, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The prefix of all keys: random, so that two transfers are never confused."""
 
 
-class Stopped(WeightsError):
-    """The transfer was stopped because something failed elsewhere."""
-
-
 def read_location(offer: Offer) -> Location:
     """Return the store that an offer names; raise if the offer is of another transport."""
     try:
@@ -95,7 +91,7 @@ def fetch_manifest(store: Any, location: Location, offer: Offer) -> Manifest:
 def check_failed(store: Any) -> None:
     """Raise if any rank has failed."""
     if store.check(["failed"]):
-        raise Stopped(_cut(store.get("failed")))
+        raise BrokenOff(_cut(store.get("failed")))
 
 
 def _cut(raw: bytes) -> str:

@@ -253,7 +253,7 @@ class Group:
                 self._posted[0].wait()  # raises the error of a broadcast that failed
                 return True
         except IndexError:
-            raise BrokenOff("This rank has left the group.") from None
+            problem = "this rank has left the group"
         except RuntimeError as error:
             problem = _shorten(error)
         if problem:
