@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from rollway.errors import UsageError
 from rollway.weights.transports import group
+from rollway.weights.transports.entries import join_chunks
 from rollway.weights.transports.vllm_group import (
     TensorInfo,
     VllmGroupSender,
     check_promise,
-    split_chunks,
 )
 from tests.stack.gloo_transfer import Gloo, replaced
 from tests.unit.engine.staging import parameters_of
@@ -58,7 +58,7 @@ def test_chunks_are_cut_where_vllm_cuts_them(sizes: list[Any], limit: int) -> No
     theirs = []
     while (chunk := pack_tensors(named, lambda item: item[1], limit)) is not None:
         theirs.append(chunk.packed_tensor)
-    ours = list(split_chunks(tensors, limit))
+    ours = list(join_chunks(tensors, limit))
     assert len(ours) == len(theirs)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -127,5 +127,5 @@ def test_tensors_that_were_not_promised_are_not_sent() -> None:
 
 def test_a_message_has_every_byte_once() -> None:
     tensors = [torch.randn(3, 5), torch.randn(7).to(torch.bfloat16), torch.zeros(0)]
-    joined = torch.cat(list(split_chunks(tensors, 10)))
+    joined = torch.cat(list(join_chunks(tensors, 10)))
     assert joined.numel() == sum(math.prod(t.shape) * t.element_size() for t in tensors)

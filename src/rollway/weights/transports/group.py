@@ -8,9 +8,9 @@ GPUs.
 
 Three dialects use it. They differ in how a group forms, and in how tensors become messages:
 
-    dialect        the group                              the messages
-    `collective`   on the publisher's store, per version   those of a verified list of tensors
-    `state_dicts`  on prime-rl's trainer's, for a run      state dicts, each with its own list
+    dialect        the group                               the messages
+    `collective`   on the publisher's store, per version   chunks of tensors that the offer lists
+    `state_dicts`  on prime-rl's trainer's, for a run      state dicts, each with a list of its own
     `vllm_group`   NCCL's id in a request of vLLM's        chunks of tensors that were listed before
 
 A group is made from a store or an id alone: `torch.distributed`'s default group and its registry of
@@ -26,9 +26,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
@@ -277,6 +278,20 @@ def send(group: Channel, messages: Iterable[Tensor]) -> int:
     if number:
         group.finish()
     return nbytes
+
+
+def receive(group: Group, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Yield messages of these sizes, each valid until the next is requested, which arrives
+    meanwhile."""
+    largest = [max(sizes[start::2], default=0) for start in range(2)]
+    buffers = [torch.empty(size, dtype=torch.uint8, device=group.device) for size in largest]
+    flats = [buffers[number % 2][:size] for number, size in enumerate(sizes)]
+    group.post(flats[0])
+    for flat, upcoming in zip_longest(flats, flats[1:]):
+        if upcoming is not None:
+            group.post(upcoming)
+        group.finish()
+        yield flat
 
 
 def form_group(

@@ -21,11 +21,11 @@ import base64
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from rollway.errors import UsageError
 from rollway.weights.transports import group
+from rollway.weights.transports.entries import join_chunks
 
 CHUNK_BYTES = 1 << 30
 BUFFERS = 2
@@ -83,7 +83,7 @@ class VllmGroupSender:
         """Send the tensors that the receivers were promised; return how many bytes they have."""
         if self._group is None:
             raise UsageError("No group has formed.", "Form one before weights are sent.")
-        chunks = split_chunks(check_promise(tensors, promised), self._chunk_bytes)
+        chunks = join_chunks(check_promise(tensors, promised), self._chunk_bytes)
         return group.send(self._group, chunks)
 
 
@@ -105,17 +105,3 @@ def check_promise(
         yield tensor
     if count < len(promised):
         raise UsageError(f"The policy does not send {promised[count].name}.")
-
-
-def split_chunks(tensors: Iterable[Tensor], chunk_bytes: int) -> Iterator[Tensor]:
-    """Join tensors to chunks of bytes; each ends with the tensor by which it exceeds the size."""
-    parts: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        parts.append(tensor.detach().contiguous().view(-1).view(torch.uint8))
-        size += parts[-1].numel()
-        if size > chunk_bytes:
-            yield torch.cat(parts)
-            parts, size = [], 0
-    if parts:
-        yield torch.cat(parts)
