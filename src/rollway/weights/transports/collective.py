@@ -48,8 +48,8 @@ from rollway.weights.transports.group import Group, form_group, receive, send, s
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 16 << 20
-"""Most tensors of a large model are larger, and so are sent from their own memory. Over gloo, 64 MiB
-took a third longer: there is less to do while a chunk is under way."""
+"""Most tensors of a large model are larger, so they are sent from their own memory. Over gloo,
+64 MiB took a third longer: there is less to do while a chunk is under way."""
 _RETRY = "Publish the version again; workers still serve the previous one."
 
 

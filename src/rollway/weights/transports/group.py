@@ -411,9 +411,13 @@ class Nccl:
         self._stream = torch.cuda.Stream(self.device)
         # On a thread: NCCL waits for ever for a rank that does not come.
         forming = start_thread("rollway-group-nccl", lambda: self._form(unique_id, rank, ranks))
-        if not wait_for(forming.done, seconds, watch):
-            raise BrokenOff(f"The group did not form within {seconds:g} s.")
-        forming.result()
+        try:
+            if not wait_for(forming.done, seconds, watch):
+                raise BrokenOff(f"The group did not form within {seconds:g} s.")
+            forming.result()
+        except BaseException:
+            forming.add_done_callback(lambda _: self.abort())  # also if it forms after all
+            raise
 
     @staticmethod
     def make_id() -> bytes:
