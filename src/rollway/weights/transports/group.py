@@ -155,7 +155,7 @@ def connect_store(
     line.setblocking(False)
     try:
         # By its number of ranks, the client announces itself to a server that waits for them.
-        ranks, limit = place.receivers + 1, timedelta(seconds=_CONNECT_SECONDS)
+        ranks, limit = place.receivers + 1, timedelta(seconds=place.init_seconds)
         store = dist.TCPStore(place.host, place.port, ranks, False, limit, use_libuv=False)
         store.set_timeout(timedelta(seconds=place.step_seconds))
     except RuntimeError as error:
