@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollway.integrations.prime_rl.broadcast import CollectiveSender
-from rollway.weights.transports.state_dicts import send, split_in_layers
+from rollway.weights.transports.group import send
+from rollway.weights.transports.state_dicts import make_messages, split_in_layers
 
 
 class HalfChannel:
@@ -42,7 +43,8 @@ def main() -> None:
     sender.connect()
     tensors = load_file(checkpoint / "model.safetensors")
     # The number of state dicts, the first of them, and the list of the second.
-    send(HalfChannel(sender, 6), split_in_layers(tensors.items()), torch.device("cpu"))
+    messages = make_messages(split_in_layers(tensors.items()), torch.device("cpu"))
+    send(HalfChannel(sender, 6), messages)
 
 
 if __name__ == "__main__":

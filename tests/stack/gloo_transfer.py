@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from rollway.weights.transports.vllm_group import ID_BYTES, Backend
+from rollway.weights.transports.group import ID_BYTES
 
 SECONDS = timedelta(seconds=60)
 _METADATA = "Metadata-Version: 2.1\nName: rollway-gloo-transfer\nVersion: 0\n"
@@ -27,9 +27,11 @@ _ENTRY = "[vllm.general_plugins]\nrollway_gloo_transfer = tests.stack.gloo_trans
 
 
 class Gloo:
-    """A rank of a group, with the calls of both sides' communicators."""
+    """A rank of a group, with the calls of `group.Nccl`."""
 
-    def __init__(self, unique_id: bytes, world: int, rank: int = 0) -> None:
+    device = torch.device("cpu")
+
+    def __init__(self, unique_id: bytes, rank: int, world: int, **_: Any) -> None:
         host, _, port = unique_id.rstrip(b"\0").decode().partition(":")
         store = TCPStore(host, int(port), world, rank == 0, SECONDS, wait_for_workers=False)
         self._group: Any = ProcessGroupGloo(store, rank, world, SECONDS)
@@ -42,26 +44,25 @@ class Gloo:
             probe.bind(("127.0.0.1", 0))
             return f"127.0.0.1:{probe.getsockname()[1]}".encode().ljust(ID_BYTES, b"\0")
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
-        options = torch.distributed.BroadcastOptions()
-        options.rootRank = src
-        self._group.broadcast([tensor], options).wait()
-
-    def synchronize(self) -> None:
-        pass
+    def broadcast(self, flat: torch.Tensor, seconds: float) -> Any:
+        return self._group.broadcast(flat, 0, timedelta(seconds=seconds))
 
     def abort(self) -> None:
         self._group = None
 
 
-BACKEND = Backend(Gloo.make_id, Gloo)
+class WorkerGloo(Gloo):
+    """The same with the calls of vLLM's communicator."""
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
+        super().broadcast(tensor, 60).wait()
 
 
-def join_worker(init_info: Any, parallel_config: Any) -> Gloo:
+def join_worker(init_info: Any, parallel_config: Any) -> WorkerGloo:
     """Stand in for vLLM's `worker_init_process_group`."""
     own = parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank
     unique_id = init_info.nccl_unique_id_bytes
-    return Gloo(unique_id, init_info.world_size, own + init_info.rank_offset)
+    return WorkerGloo(unique_id, own + init_info.rank_offset, init_info.world_size)
 
 
 def list_replaced() -> list[tuple[Any, str, Any]]:

@@ -17,8 +17,8 @@ from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.synchronizer import Synchronizer
 from rollway.rollout.sampling import Sampling
-from rollway.weights.transports import vllm_group
-from tests.stack.gloo_transfer import BACKEND, write_plugin
+from rollway.weights.transports import group
+from tests.stack.gloo_transfer import Gloo, write_plugin
 from tests.stack.nemo_rl import InProcessPolicy, make_config
 from tests.stack.policies import Policy
 from tests.stack.stacks import VLLM_ARGS
@@ -66,7 +66,7 @@ def list_workers(generation: Generation) -> set[int]:
 def test_workers_of_dynamos_own_serve_the_policys_weights(
     generation: Generation, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_group, "NCCL", BACKEND)
+    monkeypatch.setattr(group, "Nccl", Gloo)
     processes = list_workers(generation)
     assert len(processes) == WORKERS
     for pid in processes:

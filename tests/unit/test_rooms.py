@@ -38,14 +38,14 @@ ORDER = [
 ]
 """From the bottom to the top, as in docs/architecture.md."""
 
-MOST_LINES, MOST_MODULES = 50_000, 320
+MOST_LINES, MOST_MODULES = 48_100, 284
 """Of the whole package: lines with code on them. Comments and docstrings are free."""
 
 BUDGET = {
     "base": (16, 2_510),
     "cli": (15, 1_630),
     "demo": (6, 690),
-    "engine": (23, 3_790),
+    "engine": (23, 3_780),
     "fleet": (18, 3_340),
     "gateway": (12, 2_350),
     "integrations/curator": (5, 640),
@@ -57,12 +57,12 @@ BUDGET = {
     "rollout": (11, 1_820),
     "stack": (16, 3_460),
     "stack/ray": (10, 1_950),
-    "weights": (55, 10_290),
+    "weights": (54, 10_140),
 }
 """The most modules and lines of each package: what it has, as long as that is more than the plan of
 the code gives it. A package may shrink, and not grow; a new one needs an entry."""
 
-MOST_SHARED_CLASSES, MOST_SHARED_FILES = 24, 30
+MOST_SHARED_CLASSES, MOST_SHARED_FILES = 22, 27
 """How many names are those of several classes, or of several files: what the package has. A new
 class or file has a name of its own."""
 

@@ -25,9 +25,8 @@ from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.offer import Count, Offer
 from rollway.weights.transports.base import Reader, never
-from rollway.weights.transports.collective_rendezvous import BrokenOff
-from rollway.weights.transports.state_dicts import Receiver, Unfit
-from rollway.weights.transports.trainer_group import Rendezvous, TrainerGroup, join_group
+from rollway.weights.transports.group import BrokenOff, Group, Place
+from rollway.weights.transports.state_dicts import Receiver, Unfit, join_group
 
 BROADCAST = "prime_rl_broadcast"
 _AGAIN = (
@@ -41,7 +40,7 @@ _MARGIN = 1 << 30
 class GroupRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of an offer that names a group, and this worker's first rank in it."""
 
-    place: Rendezvous
+    place: Place
     first_rank: Count
     """The number of ranks of the workers before this one."""
 
@@ -76,11 +75,12 @@ class PrimeRlBroadcastReader(Reader):
         self._served, self._is_tied = dict(served or {}), is_tied
         self._identity = ""
         self._task: BackgroundTask | None = None
-        self._group: TrainerGroup | None = None
+        self._group: Group | None = None
         self._cause = "this worker has joined no group"
         self._stopped = threading.Event()
         """Ends the waits of the group."""
-        self._is_receiving = self._is_released = False
+        self._is_expecting = False
+        """Whether a broadcast is under way, or about to be."""
         self._received: dict[str, str] = {}
         """By the identity of the offer, the digest of the bytes that arrived; "" until then."""
 
@@ -117,13 +117,11 @@ class PrimeRlBroadcastReader(Reader):
             self._leave("this worker was ordered to leave it")
 
     def _join(
-        self, place: Rendezvous, rank: int, device: torch.device, stopped: threading.Event
+        self, place: Place, rank: int, device: torch.device, stopped: threading.Event
     ) -> None:
         def check() -> None:
             if stopped.is_set():
-                raise BrokenOff("This rank has left the group.")
-            if self._is_receiving and self._is_released:
-                raise BrokenOff("The version was discarded.")
+                raise BrokenOff(f"This rank has left the group: {self._cause}.")
 
         try:
             group = join_group(place, rank, device, check)
@@ -138,12 +136,13 @@ class PrimeRlBroadcastReader(Reader):
 
     def _leave(self, cause: str) -> None:
         self._cause, self._identity, self._task = cause, "", None
+        self._is_expecting = False
         self._stopped.set()
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
-    def _find_group(self, identity: str) -> TrainerGroup:
+    def _find_group(self, identity: str) -> Group:
         group = self._group
         if group is None or identity != self._identity:
             raise WeightsError(f"No broadcast can come: {self._cause}.", _AGAIN)
@@ -154,7 +153,7 @@ class PrimeRlBroadcastReader(Reader):
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         """Return those of the served model; `tensors` compares what arrives with them."""
         self._find_group(_read(offer, Membership).group)
-        self._is_released = False
+        self._is_expecting = True
         return dict(self._served)
 
     def get_digest(self, offer: Offer) -> str:
@@ -169,10 +168,9 @@ class PrimeRlBroadcastReader(Reader):
         group = self._find_group(_read(offer, Membership).group)
         most = 4 * offer.nbytes + _MARGIN
         receiver = Receiver(group, group.device, self._served, most, self._is_tied)
-        self._is_receiving = True
         cause, tensors = "a worker stopped in the middle of a broadcast", receiver.tensors()
         try:
-            for pair in tensors:  # noqa: UP028 (its thread ends only after the flag below)
+            for pair in tensors:  # noqa: UP028 (its thread ends only after the group is left)
                 yield pair
             cause = ""
             self._received = {offer.identity: receiver.digest}
@@ -183,16 +181,15 @@ class PrimeRlBroadcastReader(Reader):
             cause = f"the last broadcast broke off ({error.message.rstrip('.')})"
             raise
         finally:
-            if cause:
-                self._is_released = True  # ends the thread that receives
-            tensors.close()
-            self._is_receiving = False
+            self._is_expecting = False
             if cause and self._group is group:
                 self._leave(cause)
+            tensors.close()
 
     def release(self) -> None:
-        """End a broadcast that is being received."""
-        self._is_released = True
+        """End the broadcast that is expected or being received."""
+        if self._is_expecting:
+            self._leave("the last broadcast broke off (it was discarded)")
 
     def close(self) -> None:
         self._leave("this worker ends")

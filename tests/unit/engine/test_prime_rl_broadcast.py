@@ -19,7 +19,7 @@ from rollway.engine.prime_rl_broadcast import PrimeRlBroadcastReader, find_rank
 from rollway.errors import WeightsError
 from rollway.integrations.prime_rl.broadcast import CollectiveSender
 from rollway.weights.offer import STILL, Offer
-from rollway.weights.transports.trainer_group import Rendezvous, TrainerGroup
+from rollway.weights.transports.group import Place, form_group
 from tests.unit.weights.broadcast_peer import WEIGHTS, headers, join_offer, stage_offer
 from tests.waiting import wait_until
 
@@ -229,8 +229,8 @@ def test_vllms_own_rendezvous_is_joined() -> None:
     offer = join_offer(port, 2)
     reader.join(offer, 0, CPU)
     group = store.result(20)
-    place = Rendezvous("127.0.0.1", port, 2, 20, 20)
-    trainer = TrainerGroup(place, 0, group.store, CPU, lambda: None)
+    place = Place(host="127.0.0.1", port=port, receivers=1, init_seconds=20, step_seconds=20)
+    trainer = form_group(place, 0, group.store, CPU, lambda: None)
     join(reader, offer)
     trainer.close()
     reader.close()

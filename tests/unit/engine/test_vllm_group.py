@@ -17,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollway.errors import UsageError
+from rollway.weights.transports import group
+from rollway.weights.transports.entries import join_chunks
 from rollway.weights.transports.vllm_group import (
     TensorInfo,
     VllmGroupSender,
     check_promise,
-    split_chunks,
 )
-from tests.stack.gloo_transfer import BACKEND, replaced
+from tests.stack.gloo_transfer import Gloo, replaced
 from tests.unit.engine.staging import parameters_of
 from tests.unit.engine.vllm_models import Tensors, create_model, use_ranks, write_model
 
@@ -57,26 +58,29 @@ def test_chunks_are_cut_where_vllm_cuts_them(sizes: list[Any], limit: int) -> No
     theirs = []
     while (chunk := pack_tensors(named, lambda item: item[1], limit)) is not None:
         theirs.append(chunk.packed_tensor)
-    ours = list(split_chunks(tensors, limit))
+    ours = list(join_chunks(tensors, limit))
     assert len(ours) == len(theirs)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 3000, 1 << 30])
-def test_vllms_receivers_load_what_is_sent(tmp_path: Path, chunk_bytes: int) -> None:
+def test_vllms_receivers_load_what_is_sent(
+    tmp_path: Path, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "Nccl", Gloo)
     tensors = write_model("qwen3", tmp_path)
-    sender = VllmGroupSender(chunk_bytes, BACKEND)
+    sender = VllmGroupSender(chunk_bytes)
     with use_ranks(), replaced(), ThreadPoolExecutor(3) as threads:
         receivers = [make_engine(tmp_path) for _ in range(2)]
-        group = sender.make_id()
+        told = sender.make_id()
         joins = [
             threads.submit(
                 engine.init_transfer_engine,
-                engine.parse_init_info({**group, "rank_offset": rank, "world_size": 3}),
+                engine.parse_init_info({**told, "rank_offset": rank, "world_size": 3}),
             )
             for rank, (engine, _) in enumerate(receivers, 1)
         ]
-        sender.join(group["nccl_unique_id_b64"], 3)
+        sender.join(told["nccl_unique_id_b64"], 3)
         for join in joins:
             join.result(60)
         for version in (1, 2):
@@ -118,10 +122,10 @@ def test_tensors_that_were_not_promised_are_not_sent() -> None:
     with pytest.raises(UsageError, match="does not send b"):
         list(check_promise([("a", first)], promised))
     with pytest.raises(UsageError, match="No group has formed"):
-        VllmGroupSender(1, BACKEND).send([("a", first)], promised[:1])
+        VllmGroupSender(1).send([("a", first)], promised[:1])
 
 
 def test_a_message_has_every_byte_once() -> None:
     tensors = [torch.randn(3, 5), torch.randn(7).to(torch.bfloat16), torch.zeros(0)]
-    joined = torch.cat(list(split_chunks(tensors, 10)))
+    joined = torch.cat(list(join_chunks(tensors, 10)))
     assert joined.numel() == sum(math.prod(t.shape) * t.element_size() for t in tensors)

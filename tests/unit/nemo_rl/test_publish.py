@@ -12,7 +12,7 @@ import torch
 from rollway.integrations.nemo_rl import publish
 from rollway.integrations.nemo_rl.publish import Engine, PublishOptions
 from rollway.weights.offer import parse_offer
-from rollway.weights.transports import vllm_group
+from rollway.weights.transports import group as broadcasts
 from rollway.weights.transports.shm import ShmReader
 
 WEIGHTS = {"model.w": torch.randn(4, 4), "draft.fc.weight": torch.randn(2, 4)}
@@ -70,14 +70,21 @@ def test_scales_are_where_the_weights_are() -> None:
 class FakeGroup:
     """Stands in for a group of NCCL's, which needs GPUs: it keeps what is broadcast."""
 
-    def __init__(self, unique_id: bytes, world: int) -> None:
+    device = torch.device("cpu")
+
+    def __init__(self, unique_id: bytes, rank: int, world: int) -> None:
+        assert rank == 0
         self.formed = unique_id, world
         self.chunks: list[Any] = []
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self.chunks.append(tensor.clone())
+    def broadcast(self, flat: torch.Tensor, seconds: float) -> FakeGroup:
+        self.chunks.append(flat.clone())
+        return self
 
-    def synchronize(self) -> None:
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
         pass
 
     def abort(self) -> None:
@@ -89,12 +96,16 @@ def test_the_first_rank_sends_to_workers_without_the_extension(
 ) -> None:
     groups: list[FakeGroup] = []
 
-    def join(unique_id: bytes, world: int) -> FakeGroup:
-        groups.append(FakeGroup(unique_id, world))
-        return groups[-1]
+    class FakeNccl(FakeGroup):
+        def __init__(self, unique_id: bytes, rank: int, world: int, **_: Any) -> None:
+            super().__init__(unique_id, rank, world)
+            groups.append(self)
 
-    fake = vllm_group.Backend(lambda: b"i" * vllm_group.ID_BYTES, join)
-    monkeypatch.setattr(vllm_group, "NCCL", fake)
+        @staticmethod
+        def make_id() -> bytes:
+            return b"i" * broadcasts.ID_BYTES
+
+    monkeypatch.setattr(broadcasts, "Nccl", FakeNccl)
     first, second = (make_engine(rank, tmp_path, "nccl") for rank in (0, 1))
     for engine in (first, second):
         engine.begin(0, 0, is_listing=True)
@@ -107,7 +118,7 @@ def test_the_first_rank_sends_to_workers_without_the_extension(
         engine.begin(0, 0)
         send(engine)
     (group,) = groups  # of the first rank alone
-    assert group.formed == (b"i" * vllm_group.ID_BYTES, 5)
+    assert group.formed == (b"i" * broadcasts.ID_BYTES, 5)
     sent = torch.cat(group.chunks)
     assert torch.equal(sent.view(torch.float32), torch.cat([t.view(-1) for t in WEIGHTS.values()]))
     assert first.take_offer() is None

@@ -106,8 +106,8 @@ async def test_ranks_follow_those_of_the_workers_before() -> None:
         if method == JOIN_METHOD:
             offer = read_offer(arguments["offer"], "secret" * 8)
             seats[instance] = offer.where["first_rank"]
-            assert offer.where["place"]["world_size"] == 6  # with the trainer
-            assert offer.where["place"]["message_seconds"] == 60
+            assert offer.where["place"]["receivers"] == 5
+            assert offer.where["place"]["step_seconds"] == 60
     assert seats == {7: 0, 9: 2, 11: 3}
 
 

@@ -32,8 +32,8 @@ def headers() -> dict[str, TensorHeader]:
 
 def join_offer(port: int, world_size: int, seconds: float = 20) -> Offer:
     place = {
-        "host": "127.0.0.1", "port": port, "world_size": world_size,
-        "join_seconds": seconds, "message_seconds": seconds,
+        "host": "127.0.0.1", "port": port, "receivers": world_size - 1,
+        "init_seconds": seconds, "step_seconds": seconds,
     }  # fmt: skip
     return Offer("prime_rl_broadcast", 0, f"group-{port}", 0, {"place": place, "first_rank": 0})
 

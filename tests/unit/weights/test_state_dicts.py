@@ -19,17 +19,17 @@ from torch import Tensor
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import DTYPES, dtype_name, raw_bytes
+from rollway.weights.transports.group import read_unique_id, send, write_unique_id
 from rollway.weights.transports.state_dicts import (
     MAX_LIST_BYTES,
     Receiver,
     Unfit,
+    make_messages,
     read_ahead,
     read_list,
-    send,
     split_in_layers,
     write_list,
 )
-from rollway.weights.transports.trainer_group import read_unique_id
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def headers(tensors: dict[str, Tensor]) -> dict[str, TensorHeader]:
 
 def record(tensors: dict[str, Tensor]) -> Tape:
     tape = Tape()
-    send(tape, split_in_layers(tensors.items()), CPU)
+    send(tape, make_messages(split_in_layers(tensors.items()), CPU))
     tape.is_sending = False
     return tape
 
@@ -248,6 +248,8 @@ def test_vllms_unique_id_is_read_as_bytes() -> None:
     for index in range(128):
         unique_id.internal[index] = index - 64
     assert read_unique_id(pickle.dumps(unique_id)) == bytes(unique_id)
+    written = pickle.loads(write_unique_id(bytes(unique_id)))  # as prime-rl's workers read it
+    assert isinstance(written, wrapper.ncclUniqueId) and bytes(written) == bytes(unique_id)
     for hostile in (Hostile(print, "x"), (1, 2), b"x" * 128):
         with pytest.raises(WeightsError):
             read_unique_id(pickle.dumps(hostile))

@@ -32,7 +32,7 @@ from rollway.weights.transports.files import SHARD_BYTES, save_tensors
 
 if TYPE_CHECKING:
     from rollway.weights.offer import Offer
-    from rollway.weights.transports.trainer_group import TrainerGroup
+    from rollway.weights.transports.group import Group
 
 STAGES = (".sender_ready", ".started", ".finished")
 _RECEIVER_MARKERS = ("NCCL_READY", ".receiver_ready")
@@ -174,7 +174,7 @@ class CollectiveSender:
         announces each step by markers in `<output_dir>/broadcasts/step_N`, as prime-rl does, and
         waits for the orchestrator's; without it, the caller coordinates. `device` is "cpu" or
         "cuda"."""
-        from rollway.weights.transports.collective_rendezvous import serve_store
+        from rollway.weights.transports.group import serve_store
 
         if inference_world_size < 1 or timeout <= 0:
             raise UsageError("There must be at least one rank, and a time limit above 0.")
@@ -182,7 +182,7 @@ class CollectiveSender:
         self._host, self._ranks, self._timeout = host, inference_world_size, timeout
         self._root = None if output_dir is None else Path(output_dir) / "broadcasts"
         self._device_name = device
-        self._group: TrainerGroup | None = None
+        self._group: Group | None = None
         self._is_closed = False
 
     def connect(self) -> None:
@@ -190,26 +190,33 @@ class CollectiveSender:
         `send` does it too."""
         import torch
 
-        from rollway.weights.transports.trainer_group import Rendezvous, TrainerGroup
+        from rollway.weights.transports.group import Place, form_group
 
         if self._group is None:
-            place = Rendezvous(self._host, self.port, self._ranks + 1, self._timeout, self._timeout)
+            place = Place(
+                host=self._host,
+                port=self.port,
+                receivers=self._ranks,
+                init_seconds=self._timeout,
+                step_seconds=self._timeout,
+            )
             device = torch.device(self._device_name)
             if device.type == "cuda" and device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
-            self._group = TrainerGroup(place, 0, self._store, device, self._check)
+            self._group = form_group(place, 0, self._store, device, self._check)
 
     def send(self, step: int, tensors: Source) -> Path | None:
         """Send the weights of a step to all ranks; return the directory of its markers, if any.
 
         After an error the group is of no use: close this sender, and open another one."""
-        from rollway.weights.transports.state_dicts import send, split_in_layers
+        from rollway.weights.transports.group import send
+        from rollway.weights.transports.state_dicts import make_messages, split_in_layers
 
         self.connect()
         assert self._group is not None
         state_dicts = split_in_layers(inspect_source(tensors).pairs())
         directory = None if self._root is None else self._announce(self._root / f"step_{step}")
-        send(self._group, state_dicts, self._group.device)
+        send(self._group, make_messages(state_dicts, self._group.device))
         if directory is not None:
             (directory / ".finished").touch()
         return directory

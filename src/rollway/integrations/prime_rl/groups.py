@@ -295,9 +295,9 @@ class Broadcaster:
         place = {
             "host": request.host,
             "port": request.port,
-            "world_size": request.inference_world_size + 1,
-            "join_seconds": request.timeout,
-            "message_seconds": min(request.timeout, MESSAGE_SECONDS),
+            "receivers": request.inference_world_size,
+            "init_seconds": request.timeout,
+            "step_seconds": min(request.timeout, MESSAGE_SECONDS),
         }
         where = {"place": place, "first_rank": group.seats[worker.instance_id]}
         offer = Offer(TRANSPORT, 0, group.identity, 0, where, repeatable=False).sign(self.secret)

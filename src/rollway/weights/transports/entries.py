@@ -10,11 +10,11 @@ import os
 import shutil
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import leftovers
-from rollway.weights.digest.checksums import DTYPES, Checksum, dtype_name
+from rollway.weights.digest.checksums import DTYPES, Checksum, dtype_name, raw_bytes
 from rollway.weights.offer import MAX_MANIFEST_BYTES, Entry, Manifest, Offer, PlacedBox
 from rollway.weights.untrusted import open_plain, read_plain, reason
 
+T = TypeVar("T")
 Parameters: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | torch.nn.Module
 
 
@@ -71,6 +72,30 @@ def lay_out(
         entries.append(make_entry(name, tensor, end))
         end += align(tensor.nbytes, alignment)
     return entries, end - start
+
+
+def split_in_chunks(
+    items: Iterable[T], count_bytes: Callable[[T], int], chunk_bytes: int
+) -> Iterator[list[T]]:
+    """Divide tensors into the chunks of a broadcast, as vLLM does: each ends with the tensor by
+    which it exceeds the size."""
+    chunk: list[T] = []
+    size = 0
+    for item in items:
+        chunk.append(item)
+        size += count_bytes(item)
+        if size > chunk_bytes:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def join_chunks(tensors: Iterable[Tensor], chunk_bytes: int) -> Iterator[Tensor]:
+    """Yield the bytes of each chunk; a tensor that is one alone is viewed, not copied."""
+    for chunk in split_in_chunks(tensors, lambda tensor: tensor.nbytes, chunk_bytes):
+        parts = [raw_bytes(tensor) for tensor in chunk]
+        yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def view_entry(memory: Tensor, entry: Entry, start: int = 0) -> Tensor:

@@ -7,6 +7,10 @@
       uint8[…]   the list, a pickle of {dtype: [(name, shape, numel), …]} ─► read as plain values
       flat       for each dtype, its tensors one after another ────► views of one received tensor
 
+prime-rl's trainer forms the group with the ranks of all engines, by vLLM's `StatelessProcessGroup`,
+and keeps it for its run. It has no CPU trainer: over gloo the same messages run between CPU workers
+and a trainer of one's own (`rollway.integrations.prime_rl.broadcast`).
+
 All ranks must stay in step: a rank that missed a message would take the next one for it. So
 tensors that do not fit are received to the end of the broadcast, and refused only then (`Unfit`).
 After any other error, the group is of no use any more.
@@ -17,13 +21,12 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
-import queue
 import re
-import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +36,15 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import DTYPES, digest, raw_bytes
 from rollway.weights.layout import is_kernel_layout
 from rollway.weights.transports.base import NamedTensor
+from rollway.weights.transports.group import (
+    BrokenOff,
+    Channel,
+    Group,
+    Place,
+    connect_store,
+    form_group,
+    start_thread,
+)
 from rollway.weights.untrusted import MAX_NAME, check_shape, read_pickle
 
 MAX_STATE_DICTS = 1 << 16
@@ -43,15 +55,20 @@ _TOLD = "It is received once: the trainer must send again, after /init_broadcast
 Entries = list[tuple[str, tuple[int, ...], int]]
 
 
-class Channel(Protocol):
-    """A group in which rank 0 broadcasts bytes; messages are posted first and finished later."""
-
-    def post(self, flat: Tensor) -> None: ...
-    def finish(self) -> None: ...
-
-
 class Unfit(WeightsError):
     """A whole broadcast arrived, and its tensors are not those of the served model."""
+
+
+def join_group(place: Place, rank: int, device: torch.device, watch: Callable[[], None]) -> Group:
+    """Join a trainer's group as a rank of an engine. The trainer may begin to listen only later."""
+    store, line = connect_store(place, watch, place.init_seconds)
+    try:
+        return form_group(place, rank, store, device, watch, line)
+    except BaseException as error:
+        line.close()
+        if not isinstance(error, RuntimeError):
+            raise
+        raise BrokenOff(f"The group did not form: {str(error)[:300]}") from error
 
 
 # --- sending -------------------------------------------------------------------------------------
@@ -78,24 +95,17 @@ def write_list(state_dict: Mapping[str, Tensor]) -> tuple[bytes, list[list[Tenso
     return pickle.dumps(listed), [[tensor for _, tensor in pairs] for pairs in groups.values()]
 
 
-def send(
-    channel: Channel, state_dicts: Sequence[Mapping[str, Tensor]], device: torch.device
-) -> None:
-    """Broadcast state dicts; the next one is prepared while the last one is sent."""
-    channel.post(_as_message(len(state_dicts), device))
-    posted = 1
+def make_messages(
+    state_dicts: Sequence[Mapping[str, Tensor]], device: torch.device
+) -> Iterator[Tensor]:
+    """Yield the messages of a broadcast."""
+    yield _as_message(len(state_dicts), device)
     for state_dict in state_dicts:
         raw, groups = write_list(state_dict)
-        messages = [_as_message(len(raw), device)]
-        messages.append(torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device))
-        messages += [raw_bytes(_flatten(tensors, device)) for tensors in groups]
-        for _ in range(posted):
-            channel.finish()
-        for message in messages:
-            channel.post(message)
-        posted = len(messages)
-    for _ in range(posted):
-        channel.finish()
+        listed = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+        # Joined before its list is sent, while the last state dict is still under way.
+        flats = [raw_bytes(_flatten(tensors, device)) for tensors in groups]
+        yield from (_as_message(len(raw), device), listed, *flats)
 
 
 def _flatten(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -247,35 +257,15 @@ def read_ahead(
     items: Iterator[list[NamedTensor]],
 ) -> Generator[list[NamedTensor], None, None]:
     """Yield the items; a thread computes the next one while one is in use."""
-    ready: queue.SimpleQueue[tuple[list[NamedTensor] | None, BaseException | None]]
-    ready = queue.SimpleQueue()
-    free, stopped = threading.Semaphore(1), threading.Event()
 
-    def run() -> None:
-        try:
-            with torch.no_grad():
-                while free.acquire() and not stopped.is_set():
-                    item = next(items, None)
-                    ready.put((item, None))
-                    if item is None:
-                        return
-                    del item
-        except BaseException as failure:  # noqa: BLE001 (raised where the items are used)
-            ready.put((None, failure))
+    def compute_next() -> list[NamedTensor] | None:
+        return next(items, None)
 
-    thread = threading.Thread(target=run, name="rollway-read-ahead", daemon=True)
-    thread.start()
+    upcoming = start_thread("rollway-read-ahead", compute_next)
     try:
-        while True:
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
-            free.release()  # the thread has one item under way while this one is used
+        while (item := upcoming.result()) is not None:
+            upcoming = start_thread("rollway-read-ahead", compute_next)
             yield item
-            del item
+            del item  # the thread has one under way
     finally:
-        stopped.set()
-        free.release()
-        thread.join()
+        wait([upcoming])

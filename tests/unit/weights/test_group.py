@@ -1,0 +1,116 @@
+"""The group's NCCL without a GPU: a library in C takes the calls, and streams are nothing. What a
+group over gloo does is in `test_collective.py`, `test_prime_rl_broadcast.py`, `test_vllm_group.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rollway.weights.transports import group
+from rollway.weights.transports.group import BrokenOff, Group, Nccl, send
+from tests.waiting import wait_until
+
+COMM, STREAM = 0x123456789A, 0x98765432
+LIBRARY = """
+#include <string.h>
+#include <unistd.h>
+typedef struct { char internal[128]; } Id;
+#define COMM ((void *)0x123456789A)
+#define STREAM ((void *)0x98765432)
+int broken = 0, aborted = 0;
+int ncclGetUniqueId(Id *id) { memset(id->internal, 7, 128); return 0; }
+int ncclCommInitRank(void **comm, int ranks, Id id, int rank) {
+  if (rank == 9) sleep(2);                /* waits for a rank that does not come */
+  for (int at = 0; at < 128; at++) if (id.internal[at] != 7) return 4;
+  *comm = COMM;
+  return ranks == 3 && rank < 3 ? 0 : 5;
+}
+int ncclAllReduce(void *in, void *out, size_t n, int type, int op, void *comm, void *stream) {
+  return !(in == out && n == 1 && type == 7 && op == 0 && comm == COMM && stream == STREAM);
+}
+int ncclBroadcast(void *in, void *out, size_t n, int type, int root, void *comm, void *stream) {
+  memset(out, 42, n);                     /* what rank 0 sent */
+  return !(in == out && type == 1 && root == 0 && comm == COMM && stream == STREAM);
+}
+int ncclCommGetAsyncError(void *comm, int *status) { *status = broken; return comm != COMM; }
+const char *ncclGetErrorString(int status) { return status == 6 ? "remote error" : "other"; }
+int ncclCommAbort(void *comm) { aborted += comm == COMM; return 0; }
+"""
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    directory = tmp_path_factory.mktemp("nccl")
+    (directory / "nccl.c").write_text(LIBRARY)
+    built = directory / "libnccl.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", built, directory / "nccl.c"], check=True)
+    return built
+
+
+@pytest.fixture(autouse=True)
+def nccl(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    nothing = lambda *_: None  # noqa: E731
+    stream = SimpleNamespace(cuda_stream=STREAM, wait_stream=nothing, synchronize=nothing)
+    monkeypatch.setattr(group, "_NCCL", str(library))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", nothing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    event = SimpleNamespace(record=nothing, query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    loaded = ctypes.CDLL(str(library))
+    yield loaded
+    for name in ("broken", "aborted"):
+        ctypes.c_int.in_dll(loaded, name).value = 0
+
+
+def test_nccl_is_called_as_it_is_declared(nccl: ctypes.CDLL) -> None:
+    formed = Group(Nccl(Nccl.make_id(), 1, 3, CPU), 5.0)
+    flat = torch.zeros(1000, dtype=torch.uint8)
+    formed.post(flat)
+    formed.finish()
+    assert bool((flat == 42).all())
+    assert send(formed, [flat, flat[:0], flat[:7]]) == 1007
+    formed.close()
+    assert ctypes.c_int.in_dll(nccl, "aborted").value == 1
+    with pytest.raises(BrokenOff, match="has left"):
+        formed.post(flat)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_only_so_long(nccl: ctypes.CDLL) -> None:
+    began = time.monotonic()
+    with pytest.raises(BrokenOff, match=r"did not form within 0\.3 s"):
+        Nccl(Nccl.make_id(), 9, 3, CPU, seconds=0.3)
+
+    def give_up() -> None:
+        raise BrokenOff("cancelled")
+
+    with pytest.raises(BrokenOff, match="cancelled"):
+        Nccl(Nccl.make_id(), 9, 3, CPU, watch=give_up)
+    assert time.monotonic() - began < 2
+    # What forms later is not kept.
+    wait_until(lambda: ctypes.c_int.in_dll(nccl, "aborted").value == 2)
+    with pytest.raises(BrokenOff, match="ncclCommInitRank failed: other"):
+        Nccl(Nccl.make_id(), 1, 7, CPU)
+
+
+def test_the_death_of_a_rank_ends_a_broadcast(nccl: ctypes.CDLL) -> None:
+    formed = Group(Nccl(Nccl.make_id(), 0, 3, CPU), 5.0)
+    formed.post(torch.zeros(8, dtype=torch.uint8))
+    ctypes.c_int.in_dll(nccl, "broken").value = 6
+    with pytest.raises(BrokenOff, match="remote error"):
+        formed.finish()
+    formed.close()
