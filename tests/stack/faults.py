@@ -70,6 +70,11 @@ class Bare:
         await self.admin.resume(worker)
         return answer
 
+    async def abort(self, worker: Worker, request_id: str) -> None:
+        order = {"request_id": request_id}
+        answer = await self.admin.send(worker, "abort_request", order, timeout=10.0)
+        assert answer["status"] == "ok", answer
+
 
 def read(answer: Any, prompt: list[int], sampling: Sampling) -> Completion:
     assembly = DynamoAssembly(sampling, len(prompt))

@@ -171,7 +171,7 @@ async def test_02_a_rollout_aborted_by_its_id_does_not_look_finished(
                 assembly.add(event)
                 reasons += [choice.get("finish_reason") for choice in event["choices"]]
                 if not any(reasons):  # the engine may not know it yet when its first token comes
-                    await bare.admin.abort(worker, event["id"].removeprefix("cmpl-"))
+                    await bare.abort(worker, event["id"].removeprefix("cmpl-"))
     assert [reason for reason in reasons if reason] == ["stop"]
     assert assembly.finish().finish_reason == "aborted"
     assert len(assembly.token_ids) < 1000
