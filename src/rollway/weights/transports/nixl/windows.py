@@ -33,13 +33,7 @@ from rollway.weights.planning.recipe import run
 from rollway.weights.planning.targets import LocalTensor, Targets, TensorInfo
 from rollway.weights.planning.transfers import Plan, Total, Transfer
 from rollway.weights.transports.entries import align, view_entry
-from rollway.weights.transports.nixl.agent import (
-    Agent,
-    Pool,
-    Prepared,
-    TimedOut,
-    find_memory_kind,
-)
+from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, TimedOut, find_memory_kind
 from rollway.weights.transports.nixl.listing import (
     ListedSource,
     SourceGroup,
