@@ -5,6 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.parse
@@ -377,6 +381,31 @@ def test_a_closed_catalog_is_reported_in_bounded_time() -> None:
     assert time.monotonic() - began < 30
 
 
+def test_an_interrupt_does_not_wait_for_a_catalog_that_hangs() -> None:
+    """It ends the process at once, while the call would wait for much longer."""
+    code = """if True:
+        import signal, sys
+        from rollway.weights.transports.nixl.catalog import HttpCatalog
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        HttpCatalog(sys.argv[1], secret="a secret", timeout=600).leave("r")
+    """
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        hanging.settimeout(60)
+        url = f"http://127.0.0.1:{hanging.getsockname()[1]}"
+        run = [sys.executable, "-c", code, url]
+        with subprocess.Popen(run, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                connection, _ = hanging.accept()
+                assert connection.recv(1)  # the call is under way
+                process.send_signal(signal.SIGINT)
+                errors = process.communicate(timeout=30)[1]
+            finally:
+                process.kill()
+            connection.close()
+    assert "KeyboardInterrupt" in errors
+    assert process.returncode == -signal.SIGINT
+
+
 def test_an_invalid_address_is_refused(server: CatalogServer) -> None:
     for url in ("ftp://host:1", "http://:80", "host:80", "http://host:99999"):
         with pytest.raises(UsageError, match="not the address"):
@@ -384,5 +413,6 @@ def test_an_invalid_address_is_refused(server: CatalogServer) -> None:
     with pytest.raises(WeightsError, match="does not say"):
         open_catalog({}, secret=WORD)
     port = int(server.url.rpartition(":")[2])
-    with pytest.raises(UsageError, match="cannot listen"):
-        CatalogServer(port=port, secret=WORD)
+    for taken in (port, 70_000):
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{taken}: .*[a-z]"):
+            CatalogServer(port=taken, secret=WORD)

@@ -28,7 +28,13 @@ from rollway.weights.offer import Offer
 from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
-from rollway.weights.transports.nixl.agent import check_devices, choose_devices, import_nixl
+from rollway.weights.transports.nixl.agent import (
+    Agent,
+    TimedOut,
+    check_devices,
+    choose_devices,
+    import_nixl,
+)
 from rollway.weights.transports.nixl.catalog import CatalogServer
 from tests.children import are_all_threads_stopped
 from tests.tensors import receive, same
@@ -175,8 +181,44 @@ def test_a_trainer_that_hangs_is_abandoned() -> None:
                 pass
         assert time.monotonic() - began < 30
         os.kill(trainer.process.pid or 0, signal.SIGCONT)
-        reader.abandon_connections()
         assert same(receive(reader, offer), tensors_of(0))
+
+
+@nixl
+@pytest.mark.parametrize("fault", ["dies", "times out"])
+def test_a_read_ahead_that_fails_unseen_does_not_disturb_the_next_version(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller has given up this version meanwhile, so nobody asks for the result of the read."""
+    ended = []
+    read = Agent.read
+
+    def count(*args: Any) -> None:
+        # A stand-in: a stopped process still answers the reads that its kernel serves.
+        if len(ended) == 2 and fault == "times out":
+            raise TimedOut("sent nothing")
+        read(*args)
+        ended.append(args)
+
+    monkeypatch.setattr(Agent, "read", count)
+    with Trainer() as trainer, NixlReader(secret=WORD, window_bytes=5000) as reader:
+        offer = trainer.publish(0)
+        first, second = reader.windows(reader.look_up(offer)[1]).windows[:2]
+        tensors = reader.tensors(offer)
+        for _ in first.targets:
+            next(tensors)
+        wait_until(lambda: len(ended) == 2)
+        connections = reader.connections
+        if fault == "dies":
+            trainer.kill()
+        assert next(tensors)[0] == second.targets[0].name  # the third window is being read
+        tensors.close()  # type: ignore[attr-defined]
+        assert len(ended) == 2
+        monkeypatch.undo()
+        with Trainer() as other:
+            assert same(receive(reader, other.publish(1)), tensors_of(1))
+        # A read that timed out may still write, so its buffers are never used again.
+        assert (reader.connections is connections) == (fault == "dies")
 
 
 @nixl

@@ -28,7 +28,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Annotated, Any, Literal, Protocol, Self
 from urllib.parse import urlsplit
 
@@ -47,6 +47,7 @@ from rollway.signed_calls import (
     sign,
 )
 from rollway.weights.offer import Count
+from rollway.weights.transports.group import start_thread
 from rollway.weights.untrusted import parse_json
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -336,10 +337,11 @@ class CatalogServer(MemoryCatalog):
         self._thread.start()
         try:
             port = bound.result(timeout=30)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             self.close()
+            reason = getattr(error, "strerror", None) or error
             raise UsageError(
-                f"The catalog cannot listen on {host}:{port}: {error.strerror}.",
+                f"The catalog cannot listen on {host}:{port}: {reason}.",
                 "Choose another port, or 0 for any.",
             ) from error
         host = socket.gethostname() if host in ("0.0.0.0", "::") else host
@@ -443,8 +445,11 @@ class HttpCatalog:
         headers = sign_bytes(self._secret, path, body)
         number = json.loads(headers[ORDER_HEADER])["number"]
         try:
-            with ThreadPoolExecutor(1) as thread:  # the caller's own may run an event loop
-                raw, theirs = thread.submit(asyncio.run, self._post(path, body, headers)).result()
+            # The caller's thread may run an event loop, and must not wait for this one on Ctrl-C.
+            post = start_thread(
+                "rollway-catalog-call", lambda: asyncio.run(self._post(path, body, headers))
+            )
+            raw, theirs = post.result()
             check_bytes(raw, read_order(Verifier(self._secret), f"answer {number}", theirs)[0])
             answer = msgspec.msgpack.decode(raw, type=Answer)
         except (Unreachable, RequestFailed, OrderRefused, *_UNREADABLE) as error:

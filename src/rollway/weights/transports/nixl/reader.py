@@ -46,6 +46,7 @@ from rollway.weights.transports.nixl.listing import (
 from rollway.weights.transports.nixl.modelexpress import open_catalog
 from rollway.weights.transports.nixl.windows import (
     Connections,
+    Window,
     Windows,
     make_windows,
     verify,
@@ -123,10 +124,6 @@ class NixlReader(Reader):
                 yield from self.pull(group, done)
                 break
             except WeightsError as error:
-                if isinstance(error, TimedOut):
-                    self.abandon_connections()
-                elif self.connections is not None:
-                    self.connections.forget(group)
                 failed += group.names
                 if attempt + 1 == _ATTEMPTS or not self._has_source(catalog, offer, failed):
                     raise WeightsError(
@@ -212,6 +209,18 @@ class NixlReader(Reader):
             for number, window in enumerate(windows.windows)
             if self._serves_peers or any(target.name not in done for target in window.targets)
         ]
+
+        def read(window: Window, buffer: Tensor) -> None:
+            # The caller may close the generator before it sees this failure, so clean up here.
+            try:
+                connections.read(group, window, buffer, self._timeout)
+            except TimedOut:
+                self.abandon_connections()
+                raise
+            except WeightsError:
+                connections.forget(group)
+                raise
+
         with ThreadPoolExecutor(1, thread_name_prefix="rollway-nixl-read") as thread:
 
             def start(number: int) -> Future[None]:
@@ -219,7 +228,7 @@ class NixlReader(Reader):
                 # NIXL knows no streams.
                 if buffers[0].is_cuda:
                     torch.cuda.current_stream(buffers[0].device).synchronize()
-                return thread.submit(connections.read, group, *turns[number], self._timeout)
+                return thread.submit(read, *turns[number])
 
             reading = start(0) if turns else None
             for number, (window, buffer) in enumerate(turns):

@@ -33,7 +33,7 @@ from rollway.weights.planning.recipe import run
 from rollway.weights.planning.targets import LocalTensor, Targets, TensorInfo
 from rollway.weights.planning.transfers import Plan, Total, Transfer
 from rollway.weights.transports.entries import align, view_entry
-from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, find_memory_kind
+from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, TimedOut, find_memory_kind
 from rollway.weights.transports.nixl.listing import (
     ListedSource,
     SourceGroup,
@@ -244,8 +244,8 @@ class Connections:
         self._pools = [Pool(agent) for _ in range(buffers)]
         self._peers: dict[str, tuple[bytes, str]] = {}
         """By source: NIXL's description of it, and the name by which the agent knows it."""
-        self._reading: list[Prepared] = []
-        """The reads of a window, as long as they may write."""
+        self._unfinished: list[Prepared] = []
+        """Reads that timed out. They may still write, so nothing releases them."""
 
     def connect(self, group: SourceGroup) -> None:
         for source in group.readable:
@@ -267,12 +267,19 @@ class Connections:
     def read(self, group: SourceGroup, window: Window, buffer: Tensor, timeout: float) -> None:
         """Read a window into its buffer.
 
-        After a `TimedOut`, the reads stay: they may still write."""
-        for source in group.readable:
-            if source.name in window.reads:
-                self._reading.append(self._prepare(source, window, buffer))
-        self.agent.read(self._reading, timeout)
-        self._release_reads()
+        After a `TimedOut`, use neither the buffers nor these connections again."""
+        reads: list[Prepared] = []
+        try:
+            for source in group.readable:
+                if source.name in window.reads:
+                    reads.append(self._prepare(source, window, buffer))
+            self.agent.read(reads, timeout)
+        except TimedOut:
+            self._unfinished, reads = reads, []
+            raise
+        finally:
+            for read in reads:
+                read.release()
 
     def _prepare(self, source: ListedSource, window: Window, buffer: Tensor) -> Prepared:
         memory = source.memory
@@ -314,19 +321,12 @@ class Connections:
 
     def forget(self, group: SourceGroup) -> None:
         """Disconnect sources after a failure, so that the next attempt connects again."""
-        self._release_reads()
         for name in group.names:
             entry = self._peers.pop(name, None)
             if entry is not None:
                 self.agent.remove_peer(entry[1])
 
     def close(self) -> None:
-        self._release_reads()
         for pool in self._pools:
             pool.release()
         self.agent.stop_listening()
-
-    def _release_reads(self) -> None:
-        for read in self._reading:
-            read.release()
-        self._reading = []
