@@ -56,6 +56,9 @@ class DeltaReader(Reader):
         entries = self._open(offer)[1].tensors
         return {name: entry.sum for name, entry in entries.items() if entry.sum is not None}
 
+    def count_kept(self, offer: Offer) -> int:
+        return offer.nbytes if self._held is None else 0
+
     def changes(self, offer: Offer, served: str, at_most: int) -> Changes:
         """Return what leads from the served version to the offered one; the tensors that this
         reader holds stay as they are."""
