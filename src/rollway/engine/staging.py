@@ -121,7 +121,7 @@ class Staging:
 
     def discard(self) -> None:
         """Release the received weights. A background task that still runs stops at its next tensor
-        and releases them itself."""
+        (with deltas, once the version is written), and releases them itself."""
         self.incoming.reader.release()
         with self._lock:
             self.incoming.abandoned.set()

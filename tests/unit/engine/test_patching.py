@@ -213,6 +213,20 @@ def test_deltas_are_patched_and_the_first_version_is_loaded(fleet: Fleet) -> Non
     assert [p.data_ptr() for p in fleet.worker.model_runner.get_model().parameters()] == addresses
 
 
+def test_the_memory_that_the_reader_keeps_is_counted_before_it_is_allocated(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = fleet.publish()
+    free = FreeMemory("this machine", offer.nbytes * 3 // 2, 0)
+    monkeypatch.setattr(memory, "read_device_memory", lambda *_: free)
+    monkeypatch.setattr(memory, "read_host_memory", lambda *_: free)
+    _, report = fleet.stage(offer)
+    assert report["strategy"] == "reload" and "read during the pause" in report["reason"]
+    for _ in fleet.reader.tensors(offer):
+        pass
+    assert fleet.stage(offer)[1]["strategy"] == "device"
+
+
 def test_a_version_that_was_left_out_is_part_of_the_next_patch(fleet: Fleet) -> None:
     fleet.refit(fleet.publish())
     fleet.publish()

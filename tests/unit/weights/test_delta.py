@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.weights.digest import changes, checksums
 from rollway.weights.digest.checksums import DTYPES, digest, integers, raw_bytes
 from rollway.weights.transports.delta.format import Encoded, decode, encode
 from rollway.weights.transports.delta.packing import Compression
+from rollway.weights.transports.delta.reader import write_changes
+from rollway.weights.transports.delta.unpacking import decompress_all
 from tests.tensors import equal_bits, noise
 from tests.unit.weights.deltas import apply
 
@@ -64,6 +68,38 @@ def test_large_tensors_in_every_encoding_of_positions(share: float, dtype: torch
     encoded = encode("w", old, new)
     assert equal_bits(apply(decode(encoded.to_bytes()), old), new)
     assert len(encoded.to_bytes()) <= new.nbytes + 300
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that any operation returns."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.nbytes = max(self.nbytes, tensor.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("values", ["steps", "new"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32])
+def test_a_tensor_that_changed_everywhere_is_written_without_positions(
+    dtype: torch.dtype, values: str
+) -> None:
+    """They would take eight bytes for each element."""
+    old = (integers(noise((40_000,), dtype, 1)) | 1).view(dtype)
+    new = (integers(old) ^ 1 if values == "steps" else integers(torch.zeros_like(old))).view(dtype)
+    change = encode("w", old, new)
+    assert (change.header.places, change.header.values) == ("all", values)
+    state = {"w": old.clone()}
+    with LargestTensor() as largest:
+        write_changes(decompress_all([change]), state)
+    assert equal_bits(state["w"], new)
+    assert largest.nbytes <= new.nbytes
 
 
 def test_the_shortest_encoding_of_positions_is_chosen() -> None:

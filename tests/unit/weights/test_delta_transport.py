@@ -1,4 +1,5 @@
-"""Chains of deltas and snapshots: every version exact, nothing half-applied, nothing lost."""
+"""Chains of deltas and snapshots: every version exact, an interrupted reading noticed, nothing
+lost."""
 
 from __future__ import annotations
 
@@ -217,7 +218,7 @@ def test_a_kept_version_can_be_read_whatever_is_held(history: History) -> None:
     history.store.delete(history.reader.read_manifest(3).delta.key)  # type: ignore[union-attr]
     for held, state in ((2, history.truth[2]), (4, history.truth[1]), (9, history.truth[3])):
         reader = DeltaReader()
-        reader._held, reader._state = (str(history.store.root), held), copy(state)
+        reader._held = (str(history.store.root), held, copy(state))
         for _ in range(2):
             assert same(dict(reader.tensors(history.offers[5])), history.truth[5])
 

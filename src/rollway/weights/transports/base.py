@@ -217,6 +217,10 @@ class Reader(ABC):
         compares tensors for which `summed` is true with `sums` itself, so the reader need not read
         them a second time. `summed` is called after the tensor was used."""
 
+    def count_kept(self, offer: Offer) -> int:
+        """Return how many bytes of host memory `tensors` will allocate and keep for later."""
+        return 0
+
     def changes(self, offer: Offer, served: str, at_most: int) -> Changes | None:
         """Return what changed since the weights with the identity `served`.
 

@@ -1,11 +1,14 @@
 """Follow offers inside a worker: read what changed, for engines that write only that.
 
 An engine that needs whole tensors has them held here, and changes are written into these. They are
-verified at the end; if anything is wrong, they are read from a snapshot.
+verified at the end; if anything is wrong, they are read from a snapshot. A reading has the held
+tensors for itself until it ends: the reading of a discarded version may still run when the next one
+begins, and that one then reads a snapshot into tensors of its own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +23,12 @@ from rollway.weights.transports.base import Changes, Reader, never
 from rollway.weights.transports.delta.format import needs_snapshot
 from rollway.weights.transports.delta.packing import count_threads
 from rollway.weights.transports.delta.store import Store
-from rollway.weights.transports.delta.unpacking import StepStreams, Streams, decompress_all
+from rollway.weights.transports.delta.unpacking import (
+    StepStreams,
+    Streams,
+    decompress_all,
+    join_values,
+)
 from rollway.weights.transports.delta.versions import DeltaVersions, Manifest, Step, map_in_order
 
 State = dict[str, Tensor]
@@ -31,10 +39,11 @@ class DeltaReader(Reader):
     and updates them to the next."""
 
     def __init__(self) -> None:
-        self._held: tuple[str, int] | None = None
-        """The directory and the number of the version that `_state` holds. Digests tell if it does
-        not, after a reading that was interrupted: then a snapshot is read."""
-        self._state: State = {}
+        self._held: tuple[str, int, State] | None = None
+        """The tensors of a version, with its directory and number. Digests tell if the directory
+        has another publisher's versions meanwhile: then a snapshot is read."""
+        self._lock = threading.Lock()
+        """Lets one reading alone take what is held."""
         self._offered: tuple[str, str, Manifest] | None = None
         """Where the version that was opened last is, with its identity."""
         self._served: tuple[str, str, Manifest] | None = None
@@ -46,6 +55,9 @@ class DeltaReader(Reader):
     def sums(self, offer: Offer) -> dict[str, int]:
         entries = self._open(offer)[1].tensors
         return {name: entry.sum for name, entry in entries.items() if entry.sum is not None}
+
+    def count_kept(self, offer: Offer) -> int:
+        return offer.nbytes if self._held is None else 0
 
     def changes(self, offer: Offer, served: str, at_most: int) -> Changes:
         """Return what leads from the served version to the offered one; the tensors that this
@@ -62,8 +74,8 @@ class DeltaReader(Reader):
         except WeightsError as error:
             return Changes(refusal=error.message)
         if not changes.refusal:
-            # The caller holds the version itself: a second model in memory has no use.
-            self._held, self._state = None, {}
+            # The parameters hold the version: the tensors kept here have no further use.
+            self._held = None
         return changes
 
     def finish(self, offer: Offer) -> None:
@@ -77,22 +89,30 @@ class DeltaReader(Reader):
     ) -> Iterator[tuple[str, Tensor]]:
         versions, manifest = self._open(offer)
         root = str(offer.where["root"])
-        base = self._held[1] if self._held is not None and self._held[0] == root else None
+        base, state = self._take(root)
         steps = versions.find_chain(base, offer.version)
         try:
-            write_steps(versions, self._state, steps, manifest)
+            write_steps(versions, state, steps, manifest)
         except WeightsError:
             if base is None:
                 raise
             # Something is broken, was removed meanwhile, or is of another publisher at this place.
             steps = versions.find_chain(None, offer.version)
-            write_steps(versions, self._state, steps, manifest)
-        self._held = (root, offer.version)
-        yield from ((name, self._state[name]) for name in manifest.tensors)
+            write_steps(versions, state, steps, manifest)
+        try:
+            yield from ((name, state[name]) for name in manifest.tensors)
+        finally:
+            self._held = (root, offer.version, state)
 
     def close(self) -> None:
-        self._held, self._state = None, {}
-        self._offered = self._served = None
+        self._held = self._offered = self._served = None
+
+    def _take(self, root: str) -> tuple[int | None, State]:
+        """Return the version of `root` that is held, and its tensors, which are then held no more;
+        None and no tensors if there is none."""
+        with self._lock:
+            held, self._held = self._held, None
+        return held[1:] if held is not None and held[0] == root else (None, {})
 
     def _open(self, offer: Offer) -> tuple[DeltaVersions, Manifest]:
         try:
@@ -177,7 +197,11 @@ def write_changes(changes: Sequence[Streams], state: State) -> None:
             state[change.name] = held
         elif held is None or (dtype_name(held), tuple(held.shape)) != (header.dtype, header.shape):
             raise needs_snapshot(f"There is no {change.name} that the change applies to.")
-    parts = StepStreams([change for change in changes if change.header.places != "whole"])
+        elif header.places == "all":
+            # Positions would take eight bytes for each element.
+            live, (bits, is_relative) = integers(held), join_values(change, change.values)
+            live.add_(bits) if is_relative else live.copy_(bits)
+    parts = StepStreams([c for c in changes if c.header.places not in ("all", "whole")])
     for name, (positions, bits, is_relative) in parts.move(torch.device("cpu")):
         live = integers(state[name])
         if is_relative:

@@ -171,11 +171,16 @@ def _move_alone(change: Streams, device: torch.device) -> ChangedElements:
         # A slice of what was read may begin anywhere, but integers may not.
         aligned = values.clone() if values.storage_offset() % header.element_bytes else values
         return ChangedElements(positions, aligned.view(_INTEGERS[header.element_bytes]), False)
+    return ChangedElements(positions, *join_values(change, values))
+
+
+def join_values(change: Streams, values: Tensor) -> tuple[Tensor, bool]:
+    """Return the bits of the changed elements from their planes on any device, and whether they are
+    steps from the old bits."""
+    header = change.header
     is_relative = header.values == "steps"
     rows = values.view(header.value_planes, header.count)
-    return ChangedElements(
-        positions, join_planes(rows, header.element_bytes, is_relative), is_relative
-    )
+    return join_planes(rows, header.element_bytes, is_relative), is_relative
 
 
 def join_planes(planes: Tensor, size: int, is_relative: bool) -> Tensor:
