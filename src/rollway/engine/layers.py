@@ -91,6 +91,21 @@ def explain_no_reload(model: torch.nn.Module) -> str:
     return ""
 
 
+def find_unpacked(model: torch.nn.Module) -> str:
+    """Return a layer on CPU that vLLM's own reload does not pack, unlike `watch_loading`: experts,
+    or a packed layer that is tied to another; "" if there is none."""
+    if not _is_on_cpu(model):
+        return ""
+    changed = list_changed_layers(model)
+    tied: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            first = tied.setdefault(id(parameter), name)
+            if key.startswith("w13") or (first != name and changed.get(name) == PACKED):
+                return name
+    return ""
+
+
 def list_loaded_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's parameters in the shapes that vLLM's loader fills. On CPU these are on
     `meta`, because packed layers keep other parameters, or none."""
