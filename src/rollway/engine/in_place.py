@@ -221,7 +221,10 @@ class InPlace:
                     pass
             raise
         self._proof.finish_collecting()
-        self._incoming.note_non_finite(list_non_finite(self._tensors))
+        draft = self._incoming.draft
+        self._incoming.note_non_finite(
+            list_non_finite(self._tensors) + (draft.list_non_finite() if draft is not None else [])
+        )
 
     def _reload(self, model: torch.nn.Module) -> None:
         """Let vLLM load the whole model, or the layers that have no plan."""

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from rollway.engine.drafts import Draft, split_draft
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
+from tests.unit.engine.staging import FakeReader, make_staging, stage
+from tests.unit.engine.vllm_models import Tensors
 
 WIDTH = 4
 
@@ -119,6 +121,23 @@ def test_a_draft_model_with_other_weights_is_refused(tmp_path: Path) -> None:
         weight[0, 0] += 1
         with pytest.raises(RuntimeError, match="does not hold the published"):
             draft._check(draft._list_own(), 1)
-        weight[0, 0] = torch.nan
-        with pytest.raises(RuntimeError, match="left a part of the draft model empty"):
-            draft._check(draft._list_own(), 2)
+
+
+def test_a_draft_that_is_not_finite_is_refused_before_the_pause(
+    worker: Any, tensors: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_worker = make_worker(tmp_path)
+    weight = torch.full((WIDTH, 2 * WIDTH), torch.nan)
+    reader = FakeReader(tensors | {"draft.fc.weight": weight})
+    for allowed, state in (("0", "failed"), ("1", "ready")):
+        monkeypatch.setenv("ROLLWAY_ALLOW_NON_FINITE", allowed)
+        staging = make_staging(worker, reader)
+        staging.incoming.headers, new = split_draft(staging.incoming.headers)
+        staging.served = None
+        draft = staging.incoming.draft = Draft(draft_worker, new)
+        report = stage(staging)
+        assert report["state"] == state, report["error"]
+        assert allowed == "1" or report["error"].startswith("draft.fc.weight of version 3 has NaN")
+    with torch.no_grad():
+        draft_worker.model_runner.drafter.model.fc.weight.copy_(weight)
+    draft._check(draft._list_own(), 1)
