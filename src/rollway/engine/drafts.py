@@ -107,6 +107,7 @@ class Draft:
         with watch_loading(self._live, keep_loaded):
             initialize_layerwise_reload(self._live)
             self._live.load_weights(iter(self._tensors.items()))
+            self._refuse_unloaded()
             finalize_layerwise_reload(self._live, self._config)  # type: ignore[no-untyped-call]
         self._check({**self._list_own(), **loaded}, ranks)
         self.discard()
@@ -154,6 +155,29 @@ class Draft:
             if id(module) not in self._shared
             for key, parameter in module.named_parameters(recurse=False)
         }
+
+    def _refuse_unloaded(self) -> None:
+        """Raise if vLLM's loader gave a parameter nothing; it would keep its old weights. vLLM
+        lists what it has kept for a layer until that is complete."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        loaded, others = set[int](), dict[int, str]()
+        for name, module in self._live.named_modules():
+            if id(module) in self._shared:
+                continue
+            info = get_layerwise_info(module)
+            incomplete = info.kernel_tensors if info.can_load() else None
+            arrived = {key for key, _ in info.loaded_weights}
+            for key, parameter in module.named_parameters(recurse=False):
+                # Of layers that are tied, one is loaded: compare what they serve.
+                served = parameter if incomplete is None else incomplete[0].get(key, parameter)
+                if incomplete is None or key in arrived:
+                    loaded.add(id(served))
+                elif parameter.is_floating_point():  # not a table of tokens, which may be missing
+                    others[id(served)] = f"{name}.{key}"
+        empty = [name for number, name in others.items() if number not in loaded]
+        if empty:
+            raise RuntimeError(f"vLLM loaded nothing into {empty[0]} of the draft model")
 
     def _check(self, own: Mapping[str, torch.Tensor], ranks: int) -> None:
         """Raise unless the parameters are the published tensors. vLLM's loader renames, fuses and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from rollway.engine.drafts import Draft, split_draft
 from rollway.errors import UsageError
@@ -32,6 +34,13 @@ class Head(torch.nn.Module):
         super().__init__()
         self.embed_tokens = shared or torch.nn.Embedding(8, WIDTH)
         self.fc = torch.nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.skipped: set[str] = set()
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in tensors:
+            if name not in self.skipped:
+                parameters[name].weight_loader(parameters[name], tensor)  # type: ignore[attr-defined,operator]
 
 
 def make_worker(directory: Path, *, quantised: str | None = None) -> Any:
@@ -121,6 +130,23 @@ def test_a_draft_model_with_other_weights_is_refused(tmp_path: Path) -> None:
         weight[0, 0] += 1
         with pytest.raises(RuntimeError, match="does not hold the published"):
             draft._check(draft._list_own(), 1)
+
+
+def test_a_draft_layer_that_vllm_did_not_load_is_reported(tmp_path: Path) -> None:
+    """With several ranks, whose bits are not summed. Of layers that are tied, one is loaded."""
+    worker = make_worker(tmp_path)
+    live = worker.model_runner.drafter.model
+    live.tied = torch.nn.Linear(2 * WIDTH, WIDTH, bias=False)
+    live.tied.weight = live.fc.weight
+    record_metadata_for_reloading(live)
+    draft, new = Draft(worker, FC), torch.ones(WIDTH, 2 * WIDTH)
+    assert not list(draft.keep_draft(iter([("draft.fc.weight", new)])))
+    live.skipped = {"fc.weight"}
+    with pytest.raises(RuntimeError, match=r"nothing into .* of the draft model"):
+        draft.load_in_place(2)
+    live.skipped = set()
+    draft.load_in_place(2)
+    assert torch.equal(live.fc.weight, new) and live.tied.weight is live.fc.weight
 
 
 def test_a_draft_that_is_not_finite_is_refused_before_the_pause(
