@@ -66,6 +66,7 @@ class Draft:
             )
         self._live: Any = live
         self._config: Any = drafter.speculative_config.draft_model_config
+        self._vllm_config = worker.vllm_config
         policy = worker.model_runner.get_model()
         self._shared = frozenset(id(module) for module in policy.modules())
         self._tensors: dict[str, torch.Tensor] = {}
@@ -92,6 +93,7 @@ class Draft:
 
     def load_in_place(self, ranks: int) -> None:
         """Have vLLM reload the draft model; the worker must be paused."""
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
@@ -104,7 +106,11 @@ class Draft:
             parameters = layer.named_parameters(recurse=False)
             loaded.update((f"{name}.{key}", parameter) for key, parameter in parameters)
 
-        with watch_loading(self._live, keep_loaded):
+        # The kernels of experts, which are built again on CPU, read the config.
+        with (
+            set_current_vllm_config(self._vllm_config),
+            watch_loading(self._live, keep_loaded),
+        ):
             initialize_layerwise_reload(self._live)
             self._live.load_weights(iter(self._tensors.items()))
             self._refuse_unloaded()

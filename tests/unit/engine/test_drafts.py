@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from rollway.engine.drafts import Draft, split_draft
 from rollway.errors import UsageError
@@ -37,6 +36,9 @@ class Head(torch.nn.Module):
         self.skipped: set[str] = set()
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import get_current_vllm_config
+
+        get_current_vllm_config()  # raises if there is none; kernels of experts read it
         parameters = dict(self.named_parameters())
         for name, tensor in tensors:
             if name not in self.skipped:
@@ -52,7 +54,11 @@ def make_worker(directory: Path, *, quantised: str | None = None) -> Any:
         speculative_config=SimpleNamespace(draft_model_config=config),
     )
     runner = SimpleNamespace(drafter=drafter, get_model=lambda: policy)
-    return SimpleNamespace(model_runner=runner, model_config=SimpleNamespace(model="/policy"))
+    return SimpleNamespace(
+        model_runner=runner,
+        model_config=SimpleNamespace(model="/policy"),
+        vllm_config=None,
+    )
 
 
 def make_header(*shape: int) -> TensorHeader:
@@ -134,7 +140,11 @@ def test_a_draft_model_with_other_weights_is_refused(tmp_path: Path) -> None:
 
 def test_a_draft_layer_that_vllm_did_not_load_is_reported(tmp_path: Path) -> None:
     """With several ranks, whose bits are not summed. Of layers that are tied, one is loaded."""
+    from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
     worker = make_worker(tmp_path)
+    worker.vllm_config = VllmConfig()
     live = worker.model_runner.drafter.model
     live.tied = torch.nn.Linear(2 * WIDTH, WIDTH, bias=False)
     live.tied.weight = live.fc.weight
