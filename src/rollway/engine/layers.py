@@ -102,7 +102,7 @@ def find_unpacked(model: torch.nn.Module) -> str:
         for key, parameter in module.named_parameters(recurse=False):
             first = tied.setdefault(id(parameter), name)
             if key.startswith("w13") or (first != name and changed.get(name) == PACKED):
-                return name
+                return str(name)
     return ""
 
 
