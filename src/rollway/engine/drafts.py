@@ -88,8 +88,10 @@ class Draft:
                 yield name, tensor
 
     def list_non_finite(self) -> list[str]:
-        """Return the staged tensors that have NaN or infinity, as they are published."""
-        return [f"{PREFIX}{name}" for name in list_non_finite(self._tensors)]
+        """Return the staged tensors that have NaN or infinity in the draft model's dtype."""
+        floats = {n: t for n, t in self._tensors.items() if t.is_floating_point()}
+        served = {n: t.to(self._config.dtype) for n, t in floats.items()}
+        return [f"{PREFIX}{name}" for name in list_non_finite(served)]
 
     def load_in_place(self, ranks: int) -> None:
         """Have vLLM reload the draft model; the worker must be paused."""
