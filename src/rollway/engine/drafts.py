@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rollway.engine.fingerprint import Proof, fingerprint
+from rollway.engine.fingerprint import Proof, fingerprint, list_non_finite
 from rollway.engine.layers import watch_loading
 from rollway.weights.checkpoint import (
     TensorHeader,
@@ -66,6 +66,7 @@ class Draft:
             )
         self._live: Any = live
         self._config: Any = drafter.speculative_config.draft_model_config
+        self._vllm_config = worker.vllm_config
         policy = worker.model_runner.get_model()
         self._shared = frozenset(id(module) for module in policy.modules())
         self._tensors: dict[str, torch.Tensor] = {}
@@ -86,8 +87,15 @@ class Draft:
             else:
                 yield name, tensor
 
+    def list_non_finite(self) -> list[str]:
+        """Return the staged tensors that have NaN or infinity in the draft model's dtype."""
+        floats = {n: t for n, t in self._tensors.items() if t.is_floating_point()}
+        served = {n: t.to(self._config.dtype) for n, t in floats.items()}
+        return [f"{PREFIX}{name}" for name in list_non_finite(served)]
+
     def load_in_place(self, ranks: int) -> None:
         """Have vLLM reload the draft model; the worker must be paused."""
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
@@ -100,9 +108,14 @@ class Draft:
             parameters = layer.named_parameters(recurse=False)
             loaded.update((f"{name}.{key}", parameter) for key, parameter in parameters)
 
-        with watch_loading(self._live, keep_loaded):
+        # The kernels of experts, which are built again on CPU, read the config.
+        with (
+            set_current_vllm_config(self._vllm_config),
+            watch_loading(self._live, keep_loaded),
+        ):
             initialize_layerwise_reload(self._live)
             self._live.load_weights(iter(self._tensors.items()))
+            self._refuse_unloaded()
             finalize_layerwise_reload(self._live, self._config)  # type: ignore[no-untyped-call]
         self._check({**self._list_own(), **loaded}, ranks)
         self.discard()
@@ -151,13 +164,33 @@ class Draft:
             for key, parameter in module.named_parameters(recurse=False)
         }
 
+    def _refuse_unloaded(self) -> None:
+        """Raise if vLLM's loader gave a parameter nothing; it would keep its old weights. vLLM
+        lists what it has kept for a layer until that is complete."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        loaded, others = set[int](), dict[int, str]()
+        for name, module in self._live.named_modules():
+            if id(module) in self._shared:
+                continue
+            info = get_layerwise_info(module)
+            incomplete = info.kernel_tensors if info.can_load() else None
+            arrived = {key for key, _ in info.loaded_weights}
+            for key, parameter in module.named_parameters(recurse=False):
+                # Of layers that are tied, one is loaded: compare what they serve.
+                served = parameter if incomplete is None else incomplete[0].get(key, parameter)
+                if incomplete is None or key in arrived:
+                    loaded.add(id(served))
+                elif parameter.is_floating_point():  # not a table of tokens, which may be missing
+                    others[id(served)] = f"{name}.{key}"
+        empty = [name for number, name in others.items() if number not in loaded]
+        if empty:
+            raise RuntimeError(f"vLLM loaded nothing into {empty[0]} of the draft model")
+
     def _check(self, own: Mapping[str, torch.Tensor], ranks: int) -> None:
         """Raise unless the parameters are the published tensors. vLLM's loader renames, fuses and
         reorders tensors, but that does not change a sum over their bits, and neither do the
         zeros of padding."""
-        floats = [parameter for parameter in own.values() if parameter.is_floating_point()]
-        if any(bool(parameter.isnan().any()) for parameter in floats):
-            raise RuntimeError("vLLM's loader left a part of the draft model empty")
         if ranks > 1:
             return  # some parameters are divided among ranks, others are whole on each
         published = sum(

@@ -176,7 +176,7 @@ class Proof:
         self.by_sum: set[str] = set()
         """Tensors that this proof did not read: the model must have their published sums."""
         self._started: dict[str, Started] = {}
-        """The fingerprints of tensors that are parts of readable parameters."""
+        """The fingerprints of tensors that have a parameter."""
         self._loaded: dict[str, int] = {}
         """The fingerprints of parameters before they were packed."""
         self._is_complete = False
@@ -264,6 +264,15 @@ class Proof:
         if wrong:
             raise RuntimeError(f"{wrong[0]} and {len(wrong) - 1} more tensors arrived damaged")
 
+    def list_non_finite(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the names of tensors that have NaN or infinity in the dtype of their parameter:
+        a cast can overflow."""
+        narrowed = {name for name, tensor in tensors.items() if self._is_narrowed(name, tensor)}
+        names = list_non_finite({n: t for n, t in tensors.items() if n not in narrowed})
+        for name in sorted(narrowed):  # one after the other, because each cast takes memory
+            names += list_non_finite({name: self._cast(name, tensors[name])})
+        return names
+
     def measure_loaded(self, name: str, layer: torch.nn.Module) -> None:
         """Compute the fingerprints of a layer that vLLM is about to pack, for `measure`."""
         for key, parameter in layer.named_parameters(recurse=False):
@@ -348,8 +357,20 @@ class Proof:
     def _start(self, name: str, tensor: torch.Tensor) -> Started:
         target = self._get_target(name)
         assert target is not None
-        values = tensor.to(self._parameters[target].dtype)
-        return start_fingerprint(values, words=self._groups[target].words)
+        return start_fingerprint(self._cast(name, tensor), words=self._groups[target].words)
+
+    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the dtype of the parameter into which it is loaded."""
+        parameter = self._parameters.get(self._get_target(name) or "")
+        return tensor if parameter is None else tensor.to(parameter.dtype)
+
+    def _is_narrowed(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether the parameter's dtype has a smaller range than a tensor's."""
+        parameter = self._parameters.get(self._get_target(name) or "")
+        dtypes = [tensor.dtype] if parameter is None else [tensor.dtype, parameter.dtype]
+        if not all(dtype.is_floating_point for dtype in dtypes):
+            return False
+        return bool(torch.finfo(dtypes[-1]).max < torch.finfo(tensor.dtype).max)
 
     def _rename(self, name: str) -> str:
         """Return the engine's name of a tensor, before fusing."""

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from rollway.engine import memory
-from rollway.engine.fingerprint import Proof, list_non_finite
+from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming, Stopwatch, zero_pad_all
 from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers, watch_loading
 from rollway.engine.loading import LoadPlan, Region, get_plan, record_plan
@@ -224,7 +224,9 @@ class InPlace:
                     pass
             raise
         self._proof.finish_collecting()
-        self._incoming.note_non_finite(list_non_finite(self._tensors))
+        draft = self._incoming.draft
+        names = self._proof.list_non_finite(self._tensors)
+        self._incoming.note_non_finite(names + (draft.list_non_finite() if draft else []))
 
     def _reload(self, model: torch.nn.Module) -> None:
         """Let vLLM load the whole model, or the layers that have no plan."""

@@ -77,7 +77,7 @@ def list_changed_layers(model: torch.nn.Module) -> dict[str, str]:
 
 def explain_no_reload(model: torch.nn.Module) -> str:
     """Return why vLLM must not load this model a second time; "" if it may."""
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+    if not _is_on_cpu(model):
         return ""
     for name, module in model.named_modules():
         has_experts = any(
@@ -88,6 +88,21 @@ def explain_no_reload(model: torch.nn.Module) -> str:
                 f"vLLM packs the experts of {name} for CPU only when it loads them for the first "
                 "time; start the worker without quantisation and without adapters"
             )
+    return ""
+
+
+def find_unpacked(model: torch.nn.Module) -> str:
+    """Return a layer on CPU that vLLM's own reload does not pack, unlike `watch_loading`: experts,
+    or a packed layer that is tied to another; "" if there is none."""
+    if not _is_on_cpu(model):
+        return ""
+    changed = list_changed_layers(model)
+    tied: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            first = tied.setdefault(id(parameter), name)
+            if key.startswith("w13") or (first != name and changed.get(name) == PACKED):
+                return str(name)
     return ""
 
 
@@ -108,10 +123,10 @@ def list_loaded_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def watch_loading(model: torch.nn.Module, seen: Callable[[str, Any], None]) -> Iterator[None]:
     """Call `seen` with name and layer when vLLM has reloaded a layer of a model on CPU, before it
-    packs it. Have it pack experts and tied layers, too."""
-    names = {module: name for name, module in model.named_modules()}
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        names = {}
+    packs it. Have it pack experts and tied layers, too.
+
+    If the reload breaks off, undo what it began, so that the next one starts from the beginning."""
+    names = {module: name for name, module in model.named_modules()} if _is_on_cpu(model) else {}
     methods = {method for method in map(_get_method, names) if hasattr(method, _HOOK)}
     loaded: set[Any] = set()
 
@@ -131,6 +146,9 @@ def watch_loading(model: torch.nn.Module, seen: Callable[[str, Any], None]) -> I
         setattr(method, _HOOK, watch(getattr(method, _HOOK)))
     try:
         yield
+    except BaseException:
+        _undo_reload(model)
+        raise
     finally:
         for method in methods:
             delattr(method, _HOOK)
@@ -140,6 +158,27 @@ def watch_loading(model: torch.nn.Module, seen: Callable[[str, Any], None]) -> I
         tied = any(id(parameter) in shared for parameter in layer.parameters(recurse=False))
         if tied and hasattr(_get_method(layer), _HOOK):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def _undo_reload(model: torch.nn.Module) -> None:
+    """Give back the parameters of layers that vLLM began to reload. It has no way back: they would
+    stay on `meta`, and the next reload would add to the tensors that this one has kept."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        LAYERWISE_INFO,
+        _place_kernel_tensors,
+    )
+
+    for layer in model.modules():
+        info = LAYERWISE_INFO.get(layer)
+        if info is not None and info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()  # type: ignore[no-untyped-call]
+
+
+def _is_on_cpu(model: torch.nn.Module) -> bool:
+    # A reload by vLLM alone that broke off leaves parameters on `meta`.
+    return all(parameter.device.type in ("cpu", "meta") for parameter in model.parameters())
 
 
 def _get_method(module: Any) -> Any:

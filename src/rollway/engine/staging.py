@@ -1,4 +1,5 @@
-"""Receive and verify new weights while the worker generates, so that the pause is only a swap.
+"""Receive and verify new weights while the worker generates, so that the pause is only a copy, or
+on CPU vLLM's load.
 
     rollway_stage ─► background: read ─► stage ─► verify ─► prepare
     rollway_staging ─► running, failed or ready

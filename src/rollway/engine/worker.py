@@ -31,7 +31,7 @@ from rollway.engine.drafts import Draft, split_draft
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming, get_reader
 from rollway.engine.kv_scales import KvScales, restore_scales, split_scales
-from rollway.engine.layers import explain_no_reload, watch_loading
+from rollway.engine.layers import explain_no_reload, find_unpacked, watch_loading
 from rollway.engine.memory import HostBuffers
 from rollway.engine.patching import set_served
 from rollway.engine.prime_rl_broadcast import BROADCAST, PrimeRlBroadcastReader, find_rank
@@ -316,6 +316,16 @@ def _refuse_unverifiable(
     unsupported = [f"tensors like {name}" for name in unverifiable[:1]]
     if quantised is not None:
         unsupported.append("quantised models")
+    unpacked = find_unpacked(_get_model(worker)) if unsupported and from_files else ""
+    if unpacked:
+        # A caller without a proof would have vLLM reload it alone.
+        fix = explain_joined(unverifiable) or (
+            "Use a checkpoint with the tensors of the served one, or restart the worker with it"
+        )
+        raise RuntimeError(
+            f"{unsupported[0]} cannot be compared with the model's parameters, and vLLM alone does "
+            f"not pack {unpacked} again on CPU. {fix}"
+        )
     if unsupported and not from_files:
         fix = explain_joined(unverifiable) or (
             "Publish the tensors of the served checkpoint, or refit from a directory, which a "

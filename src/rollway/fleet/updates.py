@@ -3,9 +3,9 @@
 `FromDisk` loads a checkpoint directory. `Offered` holds weights that a publisher of
 `rollway.weights` has announced.
 Every update is checked before any worker is touched. Workers with Rollway's extension even stage it
-while they generate: they load and verify the weights beside the served model, and the pause is only
-a swap. A staged update that will not be applied is discarded, because it takes as much of the
-worker's memory as the model.
+while they generate: they load and verify the weights beside the served model, so that the pause is
+only a copy, or on CPU vLLM's load. A staged update that will not be applied is discarded, because
+it takes as much of the worker's memory as the model.
 """
 
 from __future__ import annotations

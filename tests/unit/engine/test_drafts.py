@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from safetensors.torch import save_file
 from rollway.engine.drafts import Draft, split_draft
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
+from tests.unit.engine.staging import FakeReader, make_staging, stage
+from tests.unit.engine.vllm_models import Tensors
 
 WIDTH = 4
 
@@ -30,6 +33,16 @@ class Head(torch.nn.Module):
         super().__init__()
         self.embed_tokens = shared or torch.nn.Embedding(8, WIDTH)
         self.fc = torch.nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.skipped: set[str] = set()
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        from vllm.config import get_current_vllm_config
+
+        get_current_vllm_config()  # raises if there is none; kernels of experts read it
+        parameters = dict(self.named_parameters())
+        for name, tensor in tensors:
+            if name not in self.skipped:
+                parameters[name].weight_loader(parameters[name], tensor)  # type: ignore[attr-defined,operator]
 
 
 def make_worker(directory: Path, *, quantised: str | None = None) -> Any:
@@ -41,7 +54,11 @@ def make_worker(directory: Path, *, quantised: str | None = None) -> Any:
         speculative_config=SimpleNamespace(draft_model_config=config),
     )
     runner = SimpleNamespace(drafter=drafter, get_model=lambda: policy)
-    return SimpleNamespace(model_runner=runner, model_config=SimpleNamespace(model="/policy"))
+    return SimpleNamespace(
+        model_runner=runner,
+        model_config=SimpleNamespace(model="/policy"),
+        vllm_config=None,
+    )
 
 
 def make_header(*shape: int) -> TensorHeader:
@@ -119,6 +136,44 @@ def test_a_draft_model_with_other_weights_is_refused(tmp_path: Path) -> None:
         weight[0, 0] += 1
         with pytest.raises(RuntimeError, match="does not hold the published"):
             draft._check(draft._list_own(), 1)
-        weight[0, 0] = torch.nan
-        with pytest.raises(RuntimeError, match="left a part of the draft model empty"):
-            draft._check(draft._list_own(), 2)
+
+
+def test_a_draft_layer_that_vllm_did_not_load_is_reported(tmp_path: Path) -> None:
+    """With several ranks, whose bits are not summed. Of layers that are tied, one is loaded."""
+    from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    worker = make_worker(tmp_path)
+    worker.vllm_config = VllmConfig()
+    live = worker.model_runner.drafter.model
+    live.tied = torch.nn.Linear(2 * WIDTH, WIDTH, bias=False)
+    live.tied.weight = live.fc.weight
+    record_metadata_for_reloading(live)
+    draft, new = Draft(worker, FC), torch.ones(WIDTH, 2 * WIDTH)
+    assert not list(draft.keep_draft(iter([("draft.fc.weight", new)])))
+    live.skipped = {"fc.weight"}
+    with pytest.raises(RuntimeError, match=r"nothing into .* of the draft model"):
+        draft.load_in_place(2)
+    live.skipped = set()
+    draft.load_in_place(2)
+    assert torch.equal(live.fc.weight, new) and live.tied.weight is live.fc.weight
+
+
+def test_a_draft_that_is_not_finite_is_refused_before_the_pause(
+    worker: Any, tensors: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_worker = make_worker(tmp_path)
+    weight = torch.full((WIDTH, 2 * WIDTH), torch.nan)
+    reader = FakeReader(tensors | {"draft.fc.weight": weight})
+    for allowed, state in (("0", "failed"), ("1", "ready")):
+        monkeypatch.setenv("ROLLWAY_ALLOW_NON_FINITE", allowed)
+        staging = make_staging(worker, reader)
+        staging.incoming.headers, new = split_draft(staging.incoming.headers)
+        staging.served = None
+        draft = staging.incoming.draft = Draft(draft_worker, new)
+        report = stage(staging)
+        assert report["state"] == state, report["error"]
+        assert allowed == "1" or report["error"].startswith("draft.fc.weight of version 3 has NaN")
+    with torch.no_grad():
+        draft_worker.model_runner.drafter.model.fc.weight.copy_(weight)
+    draft._check(draft._list_own(), 1)

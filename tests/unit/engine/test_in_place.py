@@ -247,6 +247,17 @@ def test_a_tensor_that_is_not_finite_is_refused_before_the_pause(
     assert report["error"].startswith("model.norm.weight of version 3 has NaN or infinity")
 
 
+def test_a_cast_that_overflows_is_refused_before_the_pause(worker: Any, tensors: Tensors) -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    record_metadata_for_reloading(worker.model_runner.get_model().half())
+    tensors["model.norm.weight"][3] = 70_000
+    report = stage(make_staging(worker, FakeReader(tensors)))
+    assert report["error"].startswith("model.norm.weight of version 3 has NaN or infinity")
+    tensors["model.norm.weight"][3] = 60_000
+    assert stage(make_staging(worker, FakeReader(tensors)))["state"] == "ready"
+
+
 def test_numbers_whose_sum_is_too_large_are_accepted(worker: Any, tensors: Tensors) -> None:
     tensors["model.norm.weight"].fill_(3e38)
     assert stage(make_staging(worker, FakeReader(tensors)))["state"] == "ready"

@@ -58,10 +58,9 @@ def assert_same(left: Tensors, right: Tensors) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_patched_model_is_what_vllm_would_load(
-    kind: str, tp: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tp: int, steps: int, tmp_path: Path
 ) -> None:
-    """Fused, biased and tied parameters, experts, a padded vocabulary, replicated keys. With one
-    step the changes are unpacked as on a GPU."""
+    """Fused, biased and tied parameters, experts, a padded vocabulary, replicated keys."""
     first = write_model(kind, tmp_path)
     publisher, reader = DeltaPublisher(Store(tmp_path / "deltas")), DeltaReader()
     base = publisher.publish(1, first.items())

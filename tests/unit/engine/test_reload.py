@@ -162,6 +162,32 @@ def test_a_layer_that_vllm_did_not_load_is_reported(tmp_path: Path) -> None:
             refit(make_staging(worker, change(tensors, 1)))
 
 
+@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
+def test_a_reload_that_breaks_off_is_repaired_by_the_next_refit(kind: str, tmp_path: Path) -> None:
+    tensors = write_model(kind, tmp_path)
+
+    def break_off(
+        tensors: Iterator[tuple[str, torch.Tensor]],
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor
+            if "layers.1." in name:
+                raise InterruptedError
+
+    with use_ranks():
+        worker = start_packed(tmp_path, tensors)
+        model, load = worker.model_runner.get_model(), worker.reload_weights
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        worker.reload_weights = lambda weights_iterator: load(break_off(weights_iterator))
+        with pytest.raises(InterruptedError):
+            refit(make_staging(worker, change(tensors, 1, 0.5)))
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+        worker.reload_weights = load
+        tensors = change(tensors, 2, 0.5)
+        refit(make_staging(worker, tensors))
+        assert_same(worker, start_packed(tmp_path, tensors))
+
+
 def test_experts_that_vllm_would_not_pack_are_refused(tmp_path: Path) -> None:
     """Only unquantised experts without adapters are packed again."""
     tensors = write_model("qwen3-moe", tmp_path)

@@ -137,7 +137,7 @@ class Coordinator:
         paused = {c.worker: c.ok for c in reversed(touching) if (c.op, c.route) == (op, "pause")}
         for worker in [w for w in world.workers.values() if w.alive and w.hung_at < began]:
             if worker.staged is not None and worker.staged_by == op:
-                world.broken(f"worker {worker.instance_id} keeps a second model")
+                world.broken(f"worker {worker.instance_id} keeps staged weights")
             calls = [call for call in touching if call.worker == worker.instance_id]
             if any(call.op != op for call in calls):
                 continue  # another process has begun since

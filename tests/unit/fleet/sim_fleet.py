@@ -139,7 +139,7 @@ class SimWorker:
         self.world, self.instance_id, self.port = world, instance_id, port
         self.weights, self.label = "base", None
         self.staged: str | None = None
-        """A second model."""
+        """The staged weights."""
         self.staged_by, self._staged_at = 0, 0.0
         self.ready_at = float("inf") if world.supervised else world.now
         self.taints: tuple[str, ...] = ()

@@ -419,7 +419,7 @@ def the_refit_is_cancelled_before_the_swap(m: RefitMachine) -> str:
         (the_refit_is_cancelled_before_the_swap, "cancelled"),
     ],
 )
-def test_no_worker_keeps_a_second_model_when(
+def test_no_worker_keeps_staged_weights_when(
     happens: Callable[[RefitMachine], str], outcome: str
 ) -> None:
     with machine(verifying=True, staging=True) as m:
@@ -662,7 +662,7 @@ def test_late_requests_are_aborted_and_not_served(shape: str, verifying: bool) -
         (failed_workers_are_resumed, "stack", "failed and then got resume"),
         (no_label_says_in_doubt, "stack", "returned, worker 1 is"),
         (a_failed_pause_is_not_undone, "stack", "left paused"),
-        (staged_updates_are_kept, "stack", "keeps a second model"),
+        (staged_updates_are_kept, "stack", "keeps staged weights"),
         (updates_are_sent_again, "stack", "2 updates"),
         (versions_go_back, "stack", "goes from 6 to w5"),
         (the_gate_stays_shut, "stack", "shut=True"),

@@ -198,8 +198,11 @@ def test_a_layout_can_be_read() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_noise_is_refused_as_a_layout(raw: bytes) -> None:
-    with pytest.raises(WeightsError):
-        read_layout(raw)
+    try:
+        layout = read_layout(raw)
+    except WeightsError:
+        return
+    assert not layout.tensors  # an empty list is a layout: a rank may own nothing
 
 
 @settings(max_examples=200, deadline=None)
