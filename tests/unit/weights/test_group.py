@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rollway.errors import WeightsError
 from rollway.weights.transports import group
 from rollway.weights.transports.group import BrokenOff, Group, Nccl, send
 from tests.waiting import wait_until
@@ -65,6 +66,7 @@ def nccl(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL
     nothing = lambda *_: None  # noqa: E731
     stream = SimpleNamespace(cuda_stream=STREAM, wait_stream=nothing, synchronize=nothing)
     monkeypatch.setattr(group, "_NCCL", str(library))
+    monkeypatch.delenv("VLLM_NCCL_SO_PATH", raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", nothing)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -114,3 +116,13 @@ def test_the_death_of_a_rank_ends_a_broadcast(nccl: ctypes.CDLL) -> None:
     with pytest.raises(BrokenOff, match="remote error"):
         formed.finish()
     formed.close()
+
+
+def test_the_library_that_vllm_is_told_to_use_is_used_here(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_NCCL", "libnccl.so.none")
+    with pytest.raises(WeightsError, match=r"cannot be loaded: libnccl\.so\.none"):
+        Nccl.make_id()
+    monkeypatch.setenv("VLLM_NCCL_SO_PATH", str(library))
+    assert Nccl.make_id() == bytes([7]) * 128

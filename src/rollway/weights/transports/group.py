@@ -21,6 +21,7 @@ which raises to give up.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import socket
 import threading
@@ -481,9 +482,11 @@ class _OnStream:
 
 def _load_nccl() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(_NCCL)
+        return ctypes.CDLL(os.environ.get("VLLM_NCCL_SO_PATH") or _NCCL)  # as vLLM's ranks do
     except OSError as error:
-        raise WeightsError("This torch has no NCCL.", "Publish tensors in CPU memory.") from error
+        raise WeightsError(
+            f"NCCL cannot be loaded: {error}.", "Publish tensors in CPU memory."
+        ) from error
 
 
 def _check_status(name: str, status: int) -> None:
