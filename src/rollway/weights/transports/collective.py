@@ -186,10 +186,14 @@ class _Transfer(threading.Thread):
             side.wait_for_all()
             # After an error, the group closes at once, so that receivers notice.
             with closing(form_group(location, 0, side.store, self._device, side.check)) as group:
-                # What is a chunk alone is sent from its own memory.
-                send(group, join_chunks(self._tensors.values(), location.bucket_bytes))
-                # Until all have confirmed, bytes may still be on their way.
-                side.wait_for_success()
+                try:
+                    send(group, join_chunks(self._tensors.values(), location.bucket_bytes))
+                    # Until all have confirmed, bytes may still be on their way.
+                    side.wait_for_success()
+                except (WeightsError, RuntimeError) as error:
+                    # Before the group closes: the receivers' broadcasts break off then.
+                    side.report_failure(error)
+                    raise
         except (WeightsError, RuntimeError) as error:
             self.error = self._fail(error)
             log.warning("%s", self.error)
