@@ -256,7 +256,9 @@ class Stack(Blocking[AsyncStack]):
                 and all workers. Without it, a temporary directory that is removed on close.
             checkpoint: files: the directory of the trained model, for a stack that was not started
                 on this machine.
-            bucket_bytes: cuda_ipc, files, collective: limit of the memory for tensors on their way.
+            bucket_bytes: cuda_ipc, files: limit of the memory for tensors on their way. collective:
+                the size of a chunk, which its last tensor may exceed; at most 16 MiB, the default.
+                Two chunks are in memory.
             in_place: cuda_ipc: publish the trainer's own memory instead of a copy; the trainer
                 must not change its weights until `refit` has returned.
             keep: shm, cuda_ipc, nixl: how many versions stay available.

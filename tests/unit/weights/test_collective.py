@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Offer
+from rollway.weights.transports import collective
 from rollway.weights.transports.collective import CollectivePublisher, CollectiveReader
 from tests.unit.weights.collective_peer import Facts, awkward_tensors, facts
 from tests.waiting import wait_until
@@ -246,6 +247,31 @@ def test_tensors_that_change_after_they_were_published_are_refused(
     assert "layer.7 of version 1 is not what was published" in peers[0].receive(offer)["error"]
     with pytest.raises(WeightsError, match=r"layer\.7"):
         publisher.wait(1)
+
+
+@pytest.mark.parametrize("earlier", ["", "receiver 1 broke off"])
+def test_the_publishers_own_error_is_told_before_it_leaves_the_group(
+    earlier: str, publisher: CollectivePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    class Failing:
+        def post(self, flat: torch.Tensor) -> None:
+            if earlier:
+                room.set("failed", earlier)
+            raise torch.OutOfMemoryError("out of memory")
+
+        def close(self) -> None:
+            told.append(room.get("failed").decode() if room.check(["failed"]) else "nothing")
+
+    monkeypatch.setattr(collective, "form_group", lambda *_: Failing())
+    offer = publisher.publish(1, many(10).items())
+    room = store_of(offer)
+    room.set("ended/1", "")
+    room.add("joined", 1)
+    with pytest.raises(WeightsError, match=f"{earlier}.*out of memory"):
+        publisher.wait(1)
+    assert told == [earlier or "out of memory"]
 
 
 def test_a_publisher_that_closes_stops_its_receivers(peers: Peers) -> None:

@@ -6,16 +6,21 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import socket
 import subprocess
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from rollway.errors import WeightsError
 from rollway.weights.transports import group
 from rollway.weights.transports.group import BrokenOff, Group, Nccl, send
 from tests.waiting import wait_until
@@ -27,7 +32,7 @@ LIBRARY = """
 typedef struct { char internal[128]; } Id;
 #define COMM ((void *)0x123456789A)
 #define STREAM ((void *)0x98765432)
-int broken = 0, aborted = 0;
+int broken = 0, deaf = 0, stuck = 0, aborted = 0;
 int ncclGetUniqueId(Id *id) { memset(id->internal, 7, 128); return 0; }
 int ncclCommInitRank(void **comm, int ranks, Id id, int rank) {
   if (rank == 9) sleep(2);                /* waits for a rank that does not come */
@@ -42,9 +47,13 @@ int ncclBroadcast(void *in, void *out, size_t n, int type, int root, void *comm,
   memset(out, 42, n);                     /* what rank 0 sent */
   return !(in == out && type == 1 && root == 0 && comm == COMM && stream == STREAM);
 }
-int ncclCommGetAsyncError(void *comm, int *status) { *status = broken; return comm != COMM; }
+int ncclCommGetAsyncError(void *comm, int *status) { *status = broken; return deaf; }
 const char *ncclGetErrorString(int status) { return status == 6 ? "remote error" : "other"; }
-int ncclCommAbort(void *comm) { aborted += comm == COMM; return 0; }
+int ncclCommAbort(void *comm) {
+  while (stuck) usleep(1000);             /* waits for a rank that is lost */
+  aborted += comm == COMM;
+  return 0;
+}
 """
 CPU = torch.device("cpu")
 
@@ -63,8 +72,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nccl(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
     nothing = lambda *_: None  # noqa: E731
-    stream = SimpleNamespace(cuda_stream=STREAM, wait_stream=nothing, synchronize=nothing)
+    stream = SimpleNamespace(cuda_stream=STREAM, wait_stream=nothing)
     monkeypatch.setattr(group, "_NCCL", str(library))
+    monkeypatch.delenv("VLLM_NCCL_SO_PATH", raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", nothing)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -73,8 +83,18 @@ def nccl(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     loaded = ctypes.CDLL(str(library))
     yield loaded
-    for name in ("broken", "aborted"):
-        ctypes.c_int.in_dll(loaded, name).value = 0
+    set_number(loaded, "stuck", 0)
+    wait_until(lambda: not any(t.name.startswith("rollway-group") for t in threading.enumerate()))
+    for name in ("broken", "deaf", "aborted"):
+        set_number(loaded, name, 0)
+
+
+def set_number(nccl: ctypes.CDLL, name: str, value: int) -> None:
+    ctypes.c_int.in_dll(nccl, name).value = value
+
+
+def count_aborted(nccl: ctypes.CDLL) -> int:
+    return ctypes.c_int.in_dll(nccl, "aborted").value
 
 
 def test_nccl_is_called_as_it_is_declared(nccl: ctypes.CDLL) -> None:
@@ -85,7 +105,7 @@ def test_nccl_is_called_as_it_is_declared(nccl: ctypes.CDLL) -> None:
     assert bool((flat == 42).all())
     assert send(formed, [flat, flat[:0], flat[:7]]) == 1007
     formed.close()
-    assert ctypes.c_int.in_dll(nccl, "aborted").value == 1
+    assert count_aborted(nccl) == 1
     with pytest.raises(BrokenOff, match="has left"):
         formed.post(flat)
 
@@ -102,7 +122,7 @@ def test_a_rank_that_does_not_come_is_waited_for_only_so_long(nccl: ctypes.CDLL)
         Nccl(Nccl.make_id(), 9, 3, CPU, watch=give_up)
     assert time.monotonic() - began < 2
     # What forms later is not kept.
-    wait_until(lambda: ctypes.c_int.in_dll(nccl, "aborted").value == 2)
+    wait_until(lambda: count_aborted(nccl) == 2)
     with pytest.raises(BrokenOff, match="ncclCommInitRank failed: other"):
         Nccl(Nccl.make_id(), 1, 7, CPU)
 
@@ -110,7 +130,92 @@ def test_a_rank_that_does_not_come_is_waited_for_only_so_long(nccl: ctypes.CDLL)
 def test_the_death_of_a_rank_ends_a_broadcast(nccl: ctypes.CDLL) -> None:
     formed = Group(Nccl(Nccl.make_id(), 0, 3, CPU), 5.0)
     formed.post(torch.zeros(8, dtype=torch.uint8))
-    ctypes.c_int.in_dll(nccl, "broken").value = 6
-    with pytest.raises(BrokenOff, match="remote error"):
+    set_number(nccl, "broken", 6)
+    with pytest.raises(BrokenOff, match="NCCL failed: remote error"):
+        formed.finish()
+    set_number(nccl, "deaf", 6)
+    with pytest.raises(BrokenOff, match="ncclCommGetAsyncError failed: remote error"):
         formed.finish()
     formed.close()
+
+
+def test_a_rank_that_dies_in_the_first_step_is_waited_for_only_so_long(
+    nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = SimpleNamespace(record=lambda _: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: never)
+    with pytest.raises(BrokenOff, match=r"did not form within 0\.3 s"):
+        Nccl(Nccl.make_id(), 1, 3, CPU, seconds=0.3)
+    wait_until(lambda: count_aborted(nccl) == 1)
+
+
+def test_what_was_aborted_has_not_arrived() -> None:
+    backend = Nccl(Nccl.make_id(), 0, 3, CPU)
+    formed = Group(backend, 5.0)
+    formed.post(torch.zeros(8, dtype=torch.uint8))
+    backend.abort()  # as another thread's `close` does, before the group forgets what is posted
+    with pytest.raises(BrokenOff, match="has left"):
+        formed.finish()
+    formed.close()
+
+
+def test_an_abort_that_waits_for_a_lost_rank_does_not_keep_the_caller(
+    nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_END_SECONDS", 0.2)
+    formed = Group(Nccl(Nccl.make_id(), 0, 3, CPU), 5.0)
+    flat = torch.zeros(8, dtype=torch.uint8)
+    memory = weakref.ref(flat)
+    formed.post(flat)
+    del flat
+    set_number(nccl, "stuck", 1)
+    began = time.monotonic()
+    formed.close()
+    assert time.monotonic() - began < 2
+    assert memory() is not None and not count_aborted(nccl)  # a kernel may still write to it
+    set_number(nccl, "stuck", 0)
+    wait_until(lambda: memory() is None)
+    assert count_aborted(nccl) == 1
+
+
+@pytest.mark.parametrize("step", ["broadcast", "is_completed", "wait"])
+def test_a_group_that_another_thread_closes_is_a_plain_error(step: str) -> None:
+    class Backend:
+        """Closes the group in the midst of a step, as another thread might."""
+
+        device = CPU
+
+        def take_step(self, name: str) -> None:
+            if name == step:
+                formed.close()
+
+        def broadcast(self, flat: torch.Tensor, seconds: float) -> Backend:
+            self.take_step("broadcast")
+            return self
+
+        def is_completed(self) -> bool:
+            self.take_step("is_completed")
+            return True
+
+        def wait(self) -> None:
+            self.take_step("wait")
+
+        def abort(self) -> None: ...
+
+    line, trainer = socket.socketpair()
+    line.setblocking(False)
+    with trainer:
+        formed = Group(cast(Any, Backend()), 5.0, line=line)
+        formed.post(torch.zeros(8, dtype=torch.uint8))
+        with pytest.raises(BrokenOff, match="has left"):
+            formed.finish()
+
+
+def test_the_library_that_vllm_is_told_to_use_is_used_here(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_NCCL", "libnccl.so.none")
+    with pytest.raises(WeightsError, match=r"cannot be loaded: libnccl\.so\.none"):
+        Nccl.make_id()
+    monkeypatch.setenv("VLLM_NCCL_SO_PATH", str(library))
+    assert Nccl.make_id() == bytes([7]) * 128

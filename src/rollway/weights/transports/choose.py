@@ -129,8 +129,8 @@ def open_publisher(
 
     `directory` is where files and delta store versions. With `temporary` they remove it when the
     publisher closes or its process ends, even if it is killed. `bucket_bytes` limits the memory
-    that cuda_ipc, files and collective need for tensors in transit. `options` are more arguments
-    for the transport's own publisher.
+    that cuda_ipc and files need for tensors in transit, and is the size of collective's chunks.
+    `options` are more arguments for the transport's own publisher.
 
     Example:
         destination = Destination(stack="s1", secret=secret, model=path)

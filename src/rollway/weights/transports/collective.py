@@ -48,8 +48,9 @@ from rollway.weights.transports.group import Group, form_group, receive, send, s
 log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 16 << 20
-"""Most tensors of a large model are larger, so they are sent from their own memory. Over gloo,
-64 MiB took a third longer: there is less to do while a chunk is under way."""
+"""A chunk ends with the tensor by which it exceeds `bucket_bytes`; a tensor that is a chunk alone
+is sent from its own memory, others are joined in a copy. Over gloo, 64 MiB took a third longer:
+there is less to do while a chunk is under way."""
 _RETRY = "Publish the version again; workers still serve the previous one."
 
 
@@ -185,10 +186,14 @@ class _Transfer(threading.Thread):
             side.wait_for_all()
             # After an error, the group closes at once, so that receivers notice.
             with closing(form_group(location, 0, side.store, self._device, side.check)) as group:
-                # What is a chunk alone is sent from its own memory.
-                send(group, join_chunks(self._tensors.values(), location.bucket_bytes))
-                # Until all have confirmed, bytes may still be on their way.
-                side.wait_for_success()
+                try:
+                    send(group, join_chunks(self._tensors.values(), location.bucket_bytes))
+                    # Until all have confirmed, bytes may still be on their way.
+                    side.wait_for_success()
+                except (WeightsError, RuntimeError) as error:
+                    # Before the group closes: the receivers' broadcasts break off then.
+                    side.report_failure(error)
+                    raise
         except (WeightsError, RuntimeError) as error:
             self.error = self._fail(error)
             log.warning("%s", self.error)

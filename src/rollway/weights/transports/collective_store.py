@@ -206,10 +206,18 @@ class PublisherSide:
         # Keep serving the store until every receiver has made its last call to it.
         wait_for(lambda: self.store.add("left", 0) >= len(ranks), _GRACE_SECONDS)
 
+    def report_failure(self, error: Exception) -> None:
+        """Tell all receivers why this ended."""
+        with suppress(RuntimeError):  # the store failed: `stop` says so
+            self.store.compare_set("failed", "", str(error)[:_MAX_CHARACTERS])
+
     def stop(self, error: Exception) -> str:
-        """Stop all receivers; return the first cause, and which receivers are missing."""
-        cause = str(error)[:_MAX_CHARACTERS]
-        cause = _cut(self.store.compare_set("failed", "", cause))
+        """Stop all receivers; return the first cause, this error if it is another one, and which
+        receivers are missing."""
+        own = str(error)[:_MAX_CHARACTERS]
+        cause = _cut(self.store.compare_set("failed", "", own))
+        if cause != own:
+            cause += f"; the trainer's own error: {own}"
         # Set these after `failed`: they wake up waiting receivers, which then check for it.
         for key in ("go", "done"):
             self.store.set(key, "")

@@ -21,6 +21,7 @@ which raises to give up.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import socket
 import threading
@@ -47,6 +48,7 @@ UNIQUE_ID = "broadcast_from/0/0"
 _STRUCTURE = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
 _NCCL = "libnccl.so.2"
 _CONNECT_SECONDS = 3.0
+_END_SECONDS = 5.0
 _WATCH_SECONDS = 0.1
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3
 T = TypeVar("T")
@@ -205,19 +207,19 @@ class Group:
     def watch(self) -> None:
         """Raise if the caller gives up, or rank 0 is gone."""
         self._watch()
-        if self._line is not None and _has_ended(self._line):
+        if _has_ended(self._line):
             raise BrokenOff("The trainer is gone.")
 
     def post(self, flat: Tensor) -> None:
         """Start to broadcast bytes; every rank posts as many."""
-        if self._backend is None:
+        posted, backend, problem = self._posted, self._backend, ""  # another thread may close
+        if backend is None:
             raise BrokenOff("This rank has left the group.")
-        problem = ""
         try:
-            work = self._backend.broadcast(flat, self._seconds) if flat.numel() else None
-            self._posted.append(work)
+            posted.append(backend.broadcast(flat, self._seconds) if flat.numel() else None)
         except RuntimeError as error:
             problem = _shorten(error)
+        del backend  # a traceback would keep it
         if problem:
             self._break_off(problem)
 
@@ -225,35 +227,41 @@ class Group:
         """Wait for the bytes that were posted first."""
         if not wait_for(self._has_arrived, self._seconds, self.watch):
             raise BrokenOff(f"Nothing moved for {self._seconds:g} s.")
-        self._posted.popleft()
 
     def close(self) -> None:
-        """Leave the group; a broadcast under way breaks off on all ranks.
+        """Leave the group; a broadcast under way breaks off.
 
-        Unfinished work ends by its own time limit, on another thread."""
-        if self._line is not None:
-            self._line.close()
+        That may take as long as a lost rank is waited for, so it happens on another thread. What is
+        posted stays in memory until it has ended."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
         if self._backend is None:
             return
-        self._backend.abort()
-        last_references = [self._backend, self._posted]
-        is_unfinished = bool(self._posted)
+        posted = self._posted
+        last_references: list[Any] = [self._backend]
         self._backend, self._posted = None, deque()
-        release = last_references.clear
-        if is_unfinished:
-            start_thread("rollway-group-end", release)
-        else:
-            release()
+        last_references += posted
+        posted.clear()
+
+        def end() -> None:
+            last_references[0].abort()
+            if len(last_references) > 1:  # gloo's work ends by its own time limit
+                start_thread("rollway-group-end", last_references.clear)
+            else:
+                last_references.clear()
+
+        wait_for(start_thread("rollway-group-end", end).done, _END_SECONDS)
 
     def _has_arrived(self) -> bool:
-        problem = ""
+        posted, problem = self._posted, ""
         try:
-            if self._posted[0] is None:
+            if posted[0] is None or posted[0].is_completed():
+                if posted[0] is not None:
+                    posted[0].wait()  # raises the error of a broadcast that failed
+                posted.popleft()
                 return True
-            if self._posted[0].is_completed():
-                self._posted[0].wait()  # raises the error of a broadcast that failed
-                return True
-        except IndexError:
+        except IndexError:  # another thread has closed it
             problem = "this rank has left the group"
         except RuntimeError as error:
             problem = _shorten(error)
@@ -337,9 +345,10 @@ def read_unique_id(raw: bytes) -> bytes:
     raise WeightsError("The trainer's store has no NCCL id of vLLM's.")
 
 
-def _has_ended(line: socket.socket) -> bool:
+def _has_ended(line: socket.socket | None) -> bool:
     try:
-        return not line.recv(1)  # the store never writes to a connection that asks for nothing
+        # The store never writes to a connection that asks for nothing.
+        return line is not None and not line.recv(1)
     except BlockingIOError:
         return False
     except OSError:
@@ -412,11 +421,12 @@ class Nccl:
         # On a thread: NCCL waits for ever for a rank that does not come.
         forming = start_thread("rollway-group-nccl", lambda: self._form(unique_id, rank, ranks))
         try:
-            if not wait_for(forming.done, seconds, watch):
+            is_formed = lambda: forming.done() and forming.result().is_completed()  # noqa: E731
+            if not wait_for(is_formed, seconds, watch):
                 raise BrokenOff(f"The group did not form within {seconds:g} s.")
-            forming.result()
         except BaseException:
-            forming.add_done_callback(lambda _: self.abort())  # also if it forms after all
+            # Also if it forms after all; on a thread, because this too may wait for a lost rank.
+            forming.add_done_callback(lambda _: start_thread("rollway-group-end", self.abort))
             raise
 
     @staticmethod
@@ -430,38 +440,40 @@ class Nccl:
         flat = flat.to(self.device)
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
-            address, count = ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(flat.nbytes)
-            self._call("ncclBroadcast", address, address, count, self._UINT8, 0)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return _OnStream(event, flat, self._check_peers)
+            return self._enqueue("ncclBroadcast", flat, flat.nbytes, self._UINT8, 0)
 
     def abort(self) -> None:
-        """Leave the group; what is posted ends with an error on all ranks."""
+        """Leave the group; what is posted ends with an error on this rank; others notice by an
+        error, their watch, or the time limit."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             self._library.ncclCommAbort(comm)
 
-    def _form(self, unique_id: bytes, rank: int, ranks: int) -> None:
+    def _form(self, unique_id: bytes, rank: int, ranks: int) -> _OnStream:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             given, comm = _UniqueId.from_buffer_copy(unique_id), ctypes.byref(self._comm)
             status = self._library.ncclCommInitRank(comm, ranks, given, rank)
             _check_status("ncclCommInitRank", status)
             # vLLM's communicators do the same, to see that the group works.
             first = torch.zeros(1, device=self.device)
-            address = ctypes.c_void_p(first.data_ptr())
-            one = ctypes.c_size_t(1)
-            self._call("ncclAllReduce", address, address, one, self._FLOAT32, self._SUM)
-            self._stream.synchronize()
+            return self._enqueue("ncclAllReduce", first, 1, self._FLOAT32, self._SUM)
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        stream = ctypes.c_void_p(self._stream.cuda_stream)
-        _check_status(name, getattr(self._library, name)(*arguments, self._comm, stream))
+    def _enqueue(self, name: str, flat: Tensor, count: int, dtype: int, how: int) -> _OnStream:
+        """Start a broadcast from rank `how`, or a reduction by operation `how`."""
+        call, stream = getattr(self._library, name), ctypes.c_void_p(self._stream.cuda_stream)
+        address, size = ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(count)
+        _check_status(name, call(address, address, size, dtype, how, self._comm, stream))
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _OnStream(event, flat, self._check_peers)
 
     def _check_peers(self) -> None:
-        """Raise if the connection to another rank broke."""
-        status = ctypes.c_int()
-        self._library.ncclCommGetAsyncError(self._comm, ctypes.byref(status))
+        """Raise if this rank has left the group, or the connection to another rank broke."""
+        comm, status = self._comm, ctypes.c_int()
+        if not comm:
+            raise BrokenOff("This rank has left the group.")
+        asked = self._library.ncclCommGetAsyncError(comm, ctypes.byref(status))
+        _check_status("ncclCommGetAsyncError", asked)
         _check_status("NCCL", status.value)
 
 
@@ -472,8 +484,9 @@ class _OnStream:
         self._event, self._flat, self._check_peers = event, flat, check_peers
 
     def is_completed(self) -> bool:
-        self._check_peers()
-        return bool(self._event.query())
+        is_over = bool(self._event.query())
+        self._check_peers()  # afterwards: what was aborted is over too
+        return is_over
 
     def wait(self) -> None:
         """Do nothing: an event has no error of its own."""
@@ -481,9 +494,11 @@ class _OnStream:
 
 def _load_nccl() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(_NCCL)
+        return ctypes.CDLL(os.environ.get("VLLM_NCCL_SO_PATH") or _NCCL)  # as vLLM's ranks do
     except OSError as error:
-        raise WeightsError("This torch has no NCCL.", "Publish tensors in CPU memory.") from error
+        raise WeightsError(
+            f"NCCL cannot be loaded: {error}.", "Publish tensors in CPU memory."
+        ) from error
 
 
 def _check_status(name: str, status: int) -> None:
