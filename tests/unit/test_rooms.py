@@ -45,7 +45,7 @@ BUDGET = {
     "base": (16, 2_510),
     "cli": (15, 1_630),
     "demo": (6, 690),
-    "engine": (23, 3_780),
+    "engine": (23, 3_850),
     "fleet": (18, 3_340),
     "gateway": (12, 2_350),
     "integrations/curator": (5, 640),

@@ -89,9 +89,9 @@ class Draft:
 
     def list_non_finite(self) -> list[str]:
         """Return the staged tensors that have NaN or infinity in the draft model's dtype."""
-        floats = {n: t for n, t in self._tensors.items() if t.is_floating_point()}
-        served = {n: t.to(self._config.dtype) for n, t in floats.items()}
-        return [f"{PREFIX}{name}" for name in list_non_finite(served)]
+        dtype, tensors = self._config.dtype, self._tensors.items()
+        served = {PREFIX + n: t.to(dtype) for n, t in tensors if t.is_floating_point()}
+        return list_non_finite(served)
 
     def load_in_place(self, ranks: int) -> None:
         """Have vLLM reload the draft model; the worker must be paused."""
@@ -109,10 +109,7 @@ class Draft:
             loaded.update((f"{name}.{key}", parameter) for key, parameter in parameters)
 
         # The kernels of experts, which are built again on CPU, read the config.
-        with (
-            set_current_vllm_config(self._vllm_config),
-            watch_loading(self._live, keep_loaded),
-        ):
+        with set_current_vllm_config(self._vllm_config), watch_loading(self._live, keep_loaded):
             initialize_layerwise_reload(self._live)
             self._live.load_weights(iter(self._tensors.items()))
             self._refuse_unloaded()

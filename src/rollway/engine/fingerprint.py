@@ -366,11 +366,10 @@ class Proof:
 
     def _is_narrowed(self, name: str, tensor: torch.Tensor) -> bool:
         """Return whether the parameter's dtype has a smaller range than a tensor's."""
-        parameter = self._parameters.get(self._get_target(name) or "")
-        dtypes = [tensor.dtype] if parameter is None else [tensor.dtype, parameter.dtype]
-        if not all(dtype.is_floating_point for dtype in dtypes):
+        served = self._cast(name, tensor.new_empty(0)).dtype
+        if not (served.is_floating_point and tensor.is_floating_point()):
             return False
-        return bool(torch.finfo(dtypes[-1]).max < torch.finfo(tensor.dtype).max)
+        return bool(torch.finfo(served).max < torch.finfo(tensor.dtype).max)
 
     def _rename(self, name: str) -> str:
         """Return the engine's name of a tensor, before fusing."""

@@ -163,16 +163,13 @@ def watch_loading(model: torch.nn.Module, seen: Callable[[str, Any], None]) -> I
 def _undo_reload(model: torch.nn.Module) -> None:
     """Give back the parameters of layers that vLLM began to reload. It has no way back: they would
     stay on `meta`, and the next reload would add to the tensors that this one has kept."""
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        LAYERWISE_INFO,
-        _place_kernel_tensors,
-    )
+    from vllm.model_executor.model_loader.reload import layerwise
 
     for layer in model.modules():
-        info = LAYERWISE_INFO.get(layer)
-        if info is not None and info.can_load():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
             if info.kernel_tensors is not None:
-                _place_kernel_tensors(layer, info)
+                layerwise._place_kernel_tensors(layer, info)
             info.reset()  # type: ignore[no-untyped-call]
 
 
