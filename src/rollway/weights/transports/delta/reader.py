@@ -23,12 +23,7 @@ from rollway.weights.transports.base import Changes, Reader, never
 from rollway.weights.transports.delta.format import needs_snapshot
 from rollway.weights.transports.delta.packing import count_threads
 from rollway.weights.transports.delta.store import Store
-from rollway.weights.transports.delta.unpacking import (
-    StepStreams,
-    Streams,
-    decompress_all,
-    join_values,
-)
+from rollway.weights.transports.delta.unpacking import StepStreams, Streams, decompress_all
 from rollway.weights.transports.delta.versions import DeltaVersions, Manifest, Step, map_in_order
 
 State = dict[str, Tensor]
@@ -199,7 +194,7 @@ def write_changes(changes: Sequence[Streams], state: State) -> None:
             raise needs_snapshot(f"There is no {change.name} that the change applies to.")
         elif header.places == "all":
             # Positions would take eight bytes for each element.
-            live, (bits, is_relative) = integers(held), join_values(change, change.values)
+            live, (bits, is_relative) = integers(held), change.join_values(torch.device("cpu"))
             live.add_(bits) if is_relative else live.copy_(bits)
     parts = StepStreams([c for c in changes if c.header.places not in ("all", "whole")])
     for name, (positions, bits, is_relative) in parts.move(torch.device("cpu")):

@@ -58,6 +58,12 @@ class Streams:
     def element_bytes(self) -> int:
         return self.header.element_bytes
 
+    def join_values(self, device: torch.device) -> tuple[Tensor, bool]:
+        """Return the bits of the changed elements, and whether they are steps from the old bits."""
+        is_relative = self.header.values == "steps"
+        rows = self.values.to(device).view(self.header.value_planes, self.count)
+        return join_planes(rows, self.element_bytes, is_relative), is_relative
+
 
 def decompress_all(changes: Sequence[Encoded], run: Tensor | None = None) -> list[Streams]:
     """Decompress changes, in threads of zstd's own that do not need the interpreter.
@@ -166,21 +172,12 @@ def _move_alone(change: Streams, device: torch.device) -> ChangedElements:
             raise make_damage_error(f"The positions in a change of {header.name} are wrong.")
     else:
         positions = torch.arange(header.elements, device=device)
-    values = change.values.to(device)
     if header.places == "whole":
+        values = change.values.to(device)
         # A slice of what was read may begin anywhere, but integers may not.
         aligned = values.clone() if values.storage_offset() % header.element_bytes else values
         return ChangedElements(positions, aligned.view(_INTEGERS[header.element_bytes]), False)
-    return ChangedElements(positions, *join_values(change, values))
-
-
-def join_values(change: Streams, values: Tensor) -> tuple[Tensor, bool]:
-    """Return the bits of the changed elements from their planes on any device, and whether they are
-    steps from the old bits."""
-    header = change.header
-    is_relative = header.values == "steps"
-    rows = values.view(header.value_planes, header.count)
-    return join_planes(rows, header.element_bytes, is_relative), is_relative
+    return ChangedElements(positions, *change.join_values(device))
 
 
 def join_planes(planes: Tensor, size: int, is_relative: bool) -> Tensor:
