@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 ROUTES = [
     "pause_generation", "resume_generation", "flush_cache", "update_weights_from_disk",
@@ -120,10 +121,5 @@ async def serving(path: str, answer: Any) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_get(path, handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with TestServer(app, host="127.0.0.1") as server:
+        yield f"http://127.0.0.1:{server.port}"
