@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 
 from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
-from rollway.fleet.canary import Answer, make_canary
 from rollway.fleet.discovery import RlListing, Source, StaticList, Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.foreign import Answer, make_canary
 from rollway.fleet.recording import DriverHistory
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.updates import Weights
@@ -200,7 +200,7 @@ class Stack:
             concurrency: how many requests may be in flight (default 256).
             timeout: seconds for one rollout, with all retries (default 3600).
             patience: seconds without progress after which a rollout fails (default 60).
-            wire: the route of the frontend: "completions" (default), "generate" or "vllm".
+            wire: the kind of frontend: "completions" (Dynamo, default) or "vllm".
             adapter: a LoRA adapter: one version, "name@version", or the newest loaded, "name".
 
         Raises:

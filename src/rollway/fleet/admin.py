@@ -1,6 +1,12 @@
 """The admin calls of a worker: the `AdminAPI` protocol, labels, errors, and calls on many workers.
 
-`dynamo_admin` implements it for Dynamo's workers, `vllm_admin` for plain vLLM servers.
+    none, since v ◄── leaves service ── v ◄── enters service, last of all
+    (`leaving_label`)                   (its version)
+
+A worker has one label: its version while it serves one, else a negative number, or none at all
+before anybody has labelled it.
+
+`dynamo_admin` implements the protocol for Dynamo's workers, `vllm_admin` for plain vLLM servers.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ PauseMode = Literal["wait", "keep", "abort"]
 MAX_PARALLEL_CALLS = 128
 IN_DOUBT = -1
 """The label of a worker whose weights are unknown. Every negative label means that no version is
-served; see `unverified_label` and `leaving_label`."""
+served; see `leaving_label`."""
 ASK_SECONDS = 0.5
 """The first wait before a worker that sent no notification is asked; later waits are longer."""
 
@@ -46,19 +52,15 @@ _NO_METHOD = "has no attribute '{0}'", "Method '{0}' is not implemented"
 
 
 class NoSuchMethod(AdminError):
-    """The worker lacks the route, or its engine lacks the method (no worker extension)."""
-
-
-class NoSuchOrder(NoSuchMethod):
-    """The worker takes no orders of this kind: it is moved by single calls."""
-
-
-class Asleep(AdminError):
-    """The worker sleeps, and its weights with it."""
+    """The worker lacks the route, or its engine lacks the method."""
 
 
 class RefitRefused(AdminError):
     """The worker did not begin a refit: it serves what it served before."""
+
+
+class StillAsleep(AdminError):
+    """The worker has new weights, but not the memory of its KV cache."""
 
 
 class OtherSecret(AdminError):
@@ -70,6 +72,19 @@ class AnotherProcess(AdminError):
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """What a worker says of itself."""
+
+    label: int | None
+    """Its version, None if nobody has labelled it, or a negative number while it serves none."""
+    enforces: bool = False
+    """Whether its engine refuses requests of other versions, so that its answers are stamped."""
+    sleep_level: int = 0
+    is_paused: bool = False
+    """Whether it is paused, and neither asleep nor in a refit."""
+
+
+@dataclass(frozen=True, slots=True)
 class StageReply:
     """What a worker answers to the order to stage weights."""
 
@@ -77,18 +92,15 @@ class StageReply:
     ranks: Sequence[Mapping[str, Any]]
     """The state of the weights in every rank; empty if the worker is still starting and has staged
     nothing."""
+    sleep_level: int = 0
 
 
 class AdminAPI(Protocol):
-    """The admin calls of a worker. Each raises `AdminError` with the worker and the reason."""
+    """The admin calls of every worker. Each raises `AdminError` with the worker and the reason.
+    Workers that take no orders raise `NoSuchMethod` for those below `pin`."""
 
     taints: bool
     """Whether a router respects `set_taints`."""
-
-    def pin(self) -> AbstractAsyncContextManager[AdminAPI]:
-        """Return a client for one worker that is pinned to one connection. Once that breaks, its
-        calls fail: they never reach another process at the same address."""
-        ...
 
     async def health(self, worker: Worker) -> bool: ...
 
@@ -120,12 +132,6 @@ class AdminAPI(Protocol):
         """Run an engine method that changes no weights; raise `NoSuchMethod` if it is missing."""
         ...
 
-    async def init_group(
-        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
-    ) -> None:
-        """Join a group for weight transfer; the trainer must join it at the same time."""
-        ...
-
     async def load_lora(
         self, worker: Worker, name: str, path: Path, *, fresh: bool = False
     ) -> int | None:
@@ -136,32 +142,8 @@ class AdminAPI(Protocol):
 
     async def unload_lora(self, worker: Worker, name: str) -> None: ...
 
-    async def weight_version(self, worker: Worker) -> int | None:
-        """Return the worker's label: its version, None if it never declared one, or a negative
-        number while it serves no known version."""
-        ...
-
-    def enforces_versions(self, worker: Worker) -> bool:
-        """Return whether the worker's engine refuses requests of other versions than its own, as
-        its last answer to `weight_version` or `stage` says."""
-        ...
-
-    def takes_refits(self, worker: Worker) -> bool:
-        """Return whether the worker runs a whole `refit`, as its last answer to `stage` says."""
-        ...
-
-    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
-        """Have a worker stage weights, and return its answer when that has ended, or after the
-        order's `seconds`. May be repeated. Raise `NoSuchOrder` if it takes no such order."""
-        ...
-
-    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Have a worker move to its staged weights, and return its report. Raise `RefitRefused` if
-        it has not begun, and `AnotherProcess` if it is gone."""
-        ...
-
-    async def cancel_refit(self, worker: Worker) -> None:
-        """End a refit that still waits for running requests; it is then refused."""
+    async def read(self, worker: Worker) -> Facts:
+        """Return the worker's label, and what state it is in."""
         ...
 
     async def declare_version(self, worker: Worker, version: int) -> None:
@@ -172,34 +154,56 @@ class AdminAPI(Protocol):
         """Set the taints: the router sends requests here that require one of them, or none."""
         ...
 
+    def pin(self) -> AbstractAsyncContextManager[AdminAPI]:
+        """Return a client for one worker that is pinned to one connection. Once that breaks, its
+        calls fail: they never reach another process at the same address."""
+        ...
+
+    async def init_group(
+        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
+    ) -> None:
+        """Join a group for weight transfer; the trainer must join it at the same time."""
+        raise refuse_order(worker)
+
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
+        """Have a worker stage weights, and return its answer when that has ended, or after the
+        order's `seconds`. May be repeated. A worker that sleeps takes the memory of its weights
+        back. Raise `NoSuchMethod` if the worker is a foreign one."""
+        raise refuse_order(worker)
+
+    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a worker move to its staged weights, and return its report. Raise `RefitRefused` if
+        it has not begun, `AnotherProcess` if it is gone, and `StillAsleep` if it has the weights
+        and cannot serve them."""
+        raise refuse_order(worker)
+
+    async def cancel_refit(self, worker: Worker) -> None:
+        """End a refit that still waits for running requests; it is then refused."""
+        raise refuse_order(worker)
+
+    async def discard(self, worker: Worker, identity: str) -> None:
+        """Have a worker free weights that it staged; one that slept sleeps again."""
+        raise refuse_order(worker)
+
     async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
-        """Return the memory of every rank; with a level, also why it may not sleep at it. Raise
-        `NoSuchMethod` where a worker cannot report it."""
-        ...
+        """Return the memory of every rank; with a level, also why it may not sleep at it."""
+        raise refuse_order(worker)
 
-    async def sleep(
-        self, worker: Worker, level: int = 1, mode: PauseMode = "wait", label: int | None = None
-    ) -> dict[str, Any]:
-        """Stop generating, drop the KV cache and release memory. Level 1 keeps the weights in the
-        host's memory, level 2 forgets them. A worker with another label than `label` refuses: an
-        order that arrives late must not stop a worker that serves. Return seconds, and the memory
-        before and after."""
-        ...
+    async def sleep(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a worker leave the routing, stop generating, drop its KV cache and release memory.
+        Level 1 keeps the weights in the host's memory, level 2 forgets them. Return seconds, and
+        the memory before and after."""
+        raise refuse_order(worker)
 
-    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        """Take memory back: `weights`, `kv_cache`, or all. With all of it the worker generates.
-        Return the same as `sleep`."""
-        ...
+    async def wake(self, worker: Worker) -> dict[str, Any]:
+        """Have a worker take its memory back and serve the version from before its sleep. Return
+        the same as `sleep` and the version; or `is_awake`, if there was nothing to do or nothing
+        but a refit helps."""
+        raise refuse_order(worker)
 
-    def sleep_level(self, worker: Worker) -> int:
-        """Return the level at which a worker sleeps, as its last answer to `weight_version` says;
-        0 if it is awake."""
-        ...
 
-    def is_paused(self, worker: Worker) -> bool:
-        """Return whether a worker is paused, and neither asleep nor in a refit, as its last answer
-        to `weight_version` says."""
-        ...
+def refuse_order(worker: Worker) -> NoSuchMethod:
+    return NoSuchMethod(f"{worker} takes no orders of Rollway.", "Start the workers by Rollway.")
 
 
 async def call_all(
@@ -333,20 +337,14 @@ def no_workers_error(source: object) -> NoWorkers:
     )
 
 
-def unverified_label(version: int) -> int:
-    """Return the label of a worker that has loaded a version and has not entered service yet."""
-    return IN_DOUBT - 1 - 2 * version
-
-
 def leaving_label(version: int) -> int:
-    """Return the label of a worker that left service and has generated nothing since `version`."""
-    return IN_DOUBT - 2 - 2 * version
+    """Return the label of a worker that has served nothing since `version`."""
+    return IN_DOUBT - 1 - version
 
 
 def version_left(label: int | None) -> int | None:
     """Return the version of a `leaving_label`; None for any other label."""
-    is_leaving = label is not None and label <= leaving_label(0) and label % 2 == 1
-    return (leaving_label(0) - label) // 2 if is_leaving and label is not None else None
+    return None if label is None or label >= IN_DOUBT else IN_DOUBT - 1 - label
 
 
 def parse_label(label: Any) -> int | None:

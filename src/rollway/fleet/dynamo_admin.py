@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,23 @@ from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
     AdminAPI,
     AnotherProcess,
-    Asleep,
+    Facts,
     NoSuchMethod,
-    NoSuchOrder,
     OtherSecret,
     PauseMode,
     RefitRefused,
     StageReply,
+    StillAsleep,
     is_missing_method,
     parse_label,
+    refuse_order,
     unwrap_engine_error,
 )
 from rollway.fleet.discovery import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry
 from rollway.signed_calls import (
     CANCEL,
+    DISCARD,
     DOOR,
     MEMORY,
     ORDER,
@@ -53,29 +54,11 @@ RENDEZVOUS_SECONDS = 30.0
 # Dynamo serves these routes, but does not list them.
 _UNADVERTISED = {
     "model_taints": "update/model_taints",
-    **{route: route for route in (REFIT, STAGE, CANCEL, SLEEP, WAKE, MEMORY)},
+    **{route: route for route in (REFIT, STAGE, CANCEL, DISCARD, SLEEP, WAKE, MEMORY)},
 }
 
 
-@dataclass(slots=True)
-class _Known:
-    """What the clients of one fleet know of its workers."""
-
-    processes: dict[str, str] = field(default_factory=dict)
-    """The name of the process at each admin address; empty for a process without a guard."""
-    enforcing: set[int] = field(default_factory=set)
-    refitting: set[int] = field(default_factory=set)
-    without_orders: set[int] = field(default_factory=set)
-    """Workers that lack the routes of `rollway/engine/guard.py`."""
-    paused: set[int] = field(default_factory=set)
-    asleep: dict[int, int] = field(default_factory=dict)
-    """The level at which a worker sleeps."""
-
-    def note(self, workers: set[int], worker: Worker, is_so: object) -> None:
-        (workers.add if is_so is True else workers.discard)(worker.instance_id)
-
-
-class DynamoAdmin:
+class DynamoAdmin(AdminAPI):
     """`AdminAPI` of Dynamo's workers: `POST {admin_url}/engine/<route>`."""
 
     taints = True
@@ -85,18 +68,19 @@ class DynamoAdmin:
         http: Http,
         timeouts: AdminTimeouts | None = None,
         secret: str = "",
-        known: _Known | None = None,
+        processes: dict[str, str] | None = None,
     ) -> None:
         self._http = http
         self._timeouts = timeouts or AdminTimeouts()
         self._secret = secret
         """Signs orders to the workers; empty for workers that accept unsigned calls."""
-        self._known = known or _Known()
+        self._processes: dict[str, str] = {} if processes is None else processes
+        """The name of the process at each admin address; empty for a process without a guard."""
 
     @asynccontextmanager
     async def pin(self) -> AsyncIterator[AdminAPI]:
         async with self._http.pin() as http:
-            yield DynamoAdmin(http, self._timeouts, self._secret, self._known)
+            yield DynamoAdmin(http, self._timeouts, self._secret, self._processes)
 
     async def health(self, worker: Worker) -> bool:
         try:
@@ -171,44 +155,14 @@ class DynamoAdmin:
         body = {"lora_name": name}
         await self._post(worker, "unload_lora", body, self._timeouts.pause, retry=ONCE)
 
-    async def weight_version(self, worker: Worker) -> int | None:
+    async def read(self, worker: Worker) -> Facts:
         reply = await self._post(worker, "get_weight_version", {})
-        self._known.note(self._known.enforcing, worker, reply.get("enforced"))
-        self._known.note(self._known.paused, worker, reply.get("paused"))
-        self._known.asleep[worker.instance_id] = int(reply.get("asleep") or 0)
-        return parse_label(reply.get("version"))
-
-    def enforces_versions(self, worker: Worker) -> bool:
-        return worker.instance_id in self._known.enforcing
-
-    def takes_refits(self, worker: Worker) -> bool:
-        return worker.instance_id in self._known.refitting
-
-    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
-        if worker.instance_id in self._known.without_orders:
-            raise NoSuchOrder(f"{worker} has no route `{STAGE}`.")
-        limit = self._timeouts.probe + order["seconds"]
-        try:
-            reply = await self._post(worker, STAGE, order, limit, retry=ONCE)
-        except AdminError as error:
-            cause = error.__cause__
-            if isinstance(cause, RequestFailed) and cause.status == 404:
-                self._known.without_orders.add(worker.instance_id)
-                raise NoSuchOrder(f"{worker} has no route `{STAGE}`.") from error
-            raise
-        self._known.note(self._known.refitting, worker, reply.get("refits"))
-        self._known.note(self._known.enforcing, worker, reply.get("refits"))
-        self._known.asleep[worker.instance_id] = int(reply.get("asleep") or 0)
-        if reply.get("are_weights_asleep"):
-            raise Asleep(f"{worker} sleeps.")
-        return StageReply(parse_label(reply.get("label")), list(reply["ranks"]))
-
-    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-        limit = self._timeouts.update + self._timeouts.pause
-        return await self._post(worker, REFIT, order, limit, retry=ONCE)
-
-    async def cancel_refit(self, worker: Worker) -> None:
-        await self._post(worker, CANCEL, {})
+        return Facts(
+            parse_label(reply.get("version")),
+            reply.get("enforced") is True,
+            int(reply.get("asleep") or 0),
+            reply.get("paused") is True,
+        )
 
     async def declare_version(self, worker: Worker, version: int) -> None:
         await self._post(worker, "set_weight_version", {"weight_version": version})
@@ -216,39 +170,49 @@ class DynamoAdmin:
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
         await self._post(worker, "model_taints", {"taints": list(taints)})
 
+    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
+        limit = self._timeouts.probe + order["seconds"]
+        reply = await self._post_order(worker, STAGE, order, limit, retry=ONCE)
+        if reply.get("refits") is not True:
+            raise NoSuchMethod(f"The engine of {worker} has not loaded Rollway's plugin.")
+        label = parse_label(reply.get("label"))
+        return StageReply(label, list(reply["ranks"]), int(reply.get("asleep") or 0))
+
+    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
+        limit = self._timeouts.update + self._timeouts.pause
+        return await self._post_order(worker, REFIT, order, limit, retry=ONCE)
+
+    async def cancel_refit(self, worker: Worker) -> None:
+        await self._post_order(worker, CANCEL, {})
+
+    async def discard(self, worker: Worker, identity: str) -> None:
+        await self._post_order(worker, DISCARD, {"identity": identity}, self._timeouts.pause)
+
     async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
-        reply = await self._post_own(worker, MEMORY, {"level": level})
+        reply = await self._post_order(worker, MEMORY, {"level": level})
         return list(reply["ranks"])
 
-    async def sleep(
-        self, worker: Worker, level: int = 1, mode: PauseMode = "wait", label: int | None = None
-    ) -> dict[str, Any]:
-        body = {"level": level, "mode": mode} | ({} if label is None else {"label": label})
-        return await self._post_own(worker, SLEEP, body, self._timeouts.pause)
+    async def sleep(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._post_order(worker, SLEEP, order, self._timeouts.pause, retry=ONCE)
 
-    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        body = {} if tags is None else {"tags": list(tags)}
-        return await self._post_own(worker, WAKE, body, self._timeouts.pause)
+    async def wake(self, worker: Worker) -> dict[str, Any]:
+        return await self._post_order(worker, WAKE, {}, self._timeouts.pause)
 
-    def sleep_level(self, worker: Worker) -> int:
-        return self._known.asleep.get(worker.instance_id, 0)
-
-    def is_paused(self, worker: Worker) -> bool:
-        return worker.instance_id in self._known.paused
-
-    async def _post_own(
-        self, worker: Worker, name: str, body: Mapping[str, Any], timeout: float | None = None
+    async def _post_order(
+        self,
+        worker: Worker,
+        name: str,
+        body: Mapping[str, Any],
+        timeout: float | None = None,
+        retry: Retry = IDEMPOTENT,
     ) -> dict[str, Any]:
         """Call a route that Rollway's guard adds to a worker; raise `NoSuchMethod` without it."""
         try:
-            return await self._post(worker, name, body, timeout)
+            return await self._post(worker, name, body, timeout, retry)
         except AdminError as error:
             cause = error.__cause__
             if isinstance(cause, RequestFailed) and cause.status == 404:
-                raise NoSuchMethod(
-                    f"{worker} has no route `{name}`.",
-                    "Start the worker by Rollway, which adds the route.",
-                ) from error
+                raise refuse_order(worker) from error
             raise
 
     async def _post(
@@ -286,7 +250,7 @@ class DynamoAdmin:
         reply = await self._send_order(worker, route, body, timeout, retry)
         if self._secret and _is_for_another_process(reply):
             # Another process, with or without a guard, has the worker's address now.
-            self._known.processes.pop(worker.admin_url, None)
+            self._processes.pop(worker.admin_url, None)
             if route == REFIT:
                 # This order is for the process that has staged the weights, and for no other.
                 raise AnotherProcess(f"{worker} is gone: another process has its address.")
@@ -313,7 +277,7 @@ class DynamoAdmin:
 
     async def _get_process(self, worker: Worker) -> str:
         """Fetch the name of the worker's process, once; empty for a worker without a guard."""
-        process = self._known.processes.get(worker.admin_url)
+        process = self._processes.get(worker.admin_url)
         if process is None:
             url = f"{worker.admin_url}/engine/{DOOR}"
             limit, process = self._timeouts.probe, ""
@@ -323,7 +287,7 @@ class DynamoAdmin:
             except RequestFailed as error:
                 if error.status != 404:
                     raise
-            self._known.processes[worker.admin_url] = process
+            self._processes[worker.admin_url] = process
         return process
 
 
@@ -352,8 +316,11 @@ def _find_route(worker: Worker, name: str) -> str:
 def _make_refusal(worker: Worker, name: str, method: str, reply: Any) -> AdminError:
     message = str((reply.get("message") if isinstance(reply, dict) else reply) or "no reason given")
     reason = unwrap_engine_error(message).rstrip(".")
-    if isinstance(reply, dict) and reply.get("state") == "refused":
+    state = reply.get("state") if isinstance(reply, dict) else None
+    if state == "refused":
         return RefitRefused(f"{worker} refused `{name}`: {reason}.")
+    if state == "asleep":
+        return StillAsleep(f"{worker} cannot wake: {reason}.")
     if is_missing_method(method or name, reason):
         return NoSuchMethod(f"{worker} has no such engine method: {reason}.")
     if reason.startswith(UNSIGNED):

@@ -17,10 +17,9 @@ from urllib.parse import urlencode
 from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
 from rollway.fleet.admin import (
     AdminAPI,
+    Facts,
     NoSuchMethod,
-    NoSuchOrder,
     PauseMode,
-    StageReply,
     is_missing_method,
     parse_label,
     unwrap_engine_error,
@@ -37,7 +36,7 @@ _LOAD_LORA, _UNLOAD_LORA = "v1/load_lora_adapter", "v1/unload_lora_adapter"
 _NO_ROUTE = "Not Found"  # FastAPI's text; vLLM's 404 for a missing adapter has another
 
 
-class VllmAdmin:
+class VllmAdmin(AdminAPI):
     """`AdminAPI` of vLLM's own server; `Worker.admin_url` is its base URL."""
 
     taints = False
@@ -94,11 +93,6 @@ class VllmAdmin:
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
         await self._run(worker, method, arguments, self._timeouts.pause)
 
-    async def init_group(
-        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
-    ) -> None:
-        raise _refuse(worker, "weight groups")
-
     async def load_lora(
         self, worker: Worker, name: str, path: Path, *, fresh: bool = False
     ) -> int | None:
@@ -116,25 +110,11 @@ class VllmAdmin:
         body, limit = {"lora_name": name}, self._timeouts.pause
         await self._post(worker, _UNLOAD_LORA, body, timeout=limit, retry=ONCE, plain=True)
 
-    async def weight_version(self, worker: Worker) -> int | None:
+    async def read(self, worker: Worker) -> Facts:
+        """Return the label. Whether the worker is paused knows only the process that paused it."""
         reply = await self._get(worker, "weight_info")
         label = reply.get("weight_version")
-        return None if label == _UNDECLARED else parse_label(label)
-
-    def enforces_versions(self, worker: Worker) -> bool:
-        return False
-
-    def takes_refits(self, worker: Worker) -> bool:
-        return False
-
-    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
-        raise _refuse(worker, "orders")
-
-    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-        raise _refuse(worker, "orders")
-
-    async def cancel_refit(self, worker: Worker) -> None:
-        """Do nothing: no refit is running by one order."""
+        return Facts(None if label == _UNDECLARED else parse_label(label))
 
     async def declare_version(self, worker: Worker, version: int | None) -> None:
         """Set the label; None removes it."""
@@ -144,23 +124,6 @@ class VllmAdmin:
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
         """Do nothing: there is no router in front of a plain server. The client itself knows what
         the worker serves."""
-
-    async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
-        raise _refuse(worker, "orders to sleep")
-
-    async def sleep(
-        self, worker: Worker, level: int = 1, mode: PauseMode = "wait", label: int | None = None
-    ) -> dict[str, Any]:
-        raise _refuse(worker, "orders to sleep")
-
-    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        raise _refuse(worker, "orders to sleep")
-
-    def sleep_level(self, worker: Worker) -> int:
-        return 0  # the fleet puts no plain server to sleep, because `memory` is refused
-
-    def is_paused(self, worker: Worker) -> bool:
-        return False  # a label does not tell, and only the process that pauses knows
 
     async def _check_ready(self, worker: Worker) -> None:
         """Raise unless the worker is paused and its cache is empty, before any weight changes."""
@@ -220,13 +183,6 @@ class VllmAdmin:
                 return {}
             raise _make_refusal(worker, route, error, name) from error
         return _check_reply(worker, route, reply)
-
-
-def _refuse(worker: Worker, what: str) -> NoSuchOrder:
-    return NoSuchOrder(
-        f"{worker} is a plain vLLM server, which takes no {what}.",
-        "Start the workers by Rollway.",
-    )
 
 
 def _url(worker: Worker, route: str) -> str:

@@ -273,7 +273,7 @@ class ServingCheck:
         while True:
             try:
                 async with DynamoAdmin(self._http, secret=self._secret).pin() as admin:
-                    if await admin.weight_version(listed) is None:
+                    if (await admin.read(listed)).label is None:
                         await admin.set_taints(listed, taints)
                         await admin.declare_version(listed, label)
                 return

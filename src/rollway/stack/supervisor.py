@@ -309,7 +309,7 @@ class Healer:
             for worker in await discover(
                 self._http, RlListing(self._children.plan.rl_url), retry=ONCE
             ):
-                label = None if worker.error else await admin.weight_version(worker)
+                label = None if worker.error else (await admin.read(worker)).label
                 if (version_left(label) or label or 0) > 0:
                     self._children.get_refitted_file(worker.model).touch()
 
