@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import RollwayError, UsageError
-from rollway.fleet.canary import make_canary
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.foreign import make_canary
 from rollway.fleet.report import RefitMode, SleepReport
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from rollway.fleet import refit, stages
+from rollway.fleet import foreign, refit
+from rollway.fleet.foreign import CanaryCheck
 from rollway.fleet.worker_refit import WorkerRefit
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
-from rollway.versions import FleetVersions, taint_of
+from rollway.versions import FleetVersions, Ticket, taint_of
 from tests.soak import examples
 from tests.unit.fleet import sim_fleet
 from tests.unit.fleet.refit_machine import MODES, RefitMachine, machine
@@ -91,7 +92,10 @@ def resumes_and_its_answer_is_lost(m: RefitMachine) -> None:
     m.refits(0, faults=[("resume", 0, "lost")])
 
 
-@pytest.mark.parametrize("verifying", [True, False], ids=["parameters", "canary"])
+MANAGED, FOREIGN = ("managed", "stack"), ("foreign", "stack")
+
+
+@pytest.mark.parametrize("kind", [MANAGED, FOREIGN, ("foreign", "attached")], ids=" ".join)
 @pytest.mark.parametrize(
     "happens",
     [
@@ -109,9 +113,9 @@ def resumes_and_its_answer_is_lost(m: RefitMachine) -> None:
     ],
 )
 def test_the_promises_hold_for_a_worker_that(
-    happens: Callable[[RefitMachine], None], verifying: bool
+    happens: Callable[[RefitMachine], None], kind: tuple[str, str]
 ) -> None:
-    with machine(verifying=verifying) as m:
+    with machine(kind=kind) as m:
         happens(m)
         m.time_passes(6.0)
         m.settles()
@@ -189,7 +193,7 @@ def runs_an_order_while_the_client_crashes(m: RefitMachine) -> None:
 def test_the_promises_hold_for_a_worker_that_takes_orders_and(
     happens: Callable[[RefitMachine], None], shape: str
 ) -> None:
-    with machine(verifying=True, staging=True, orders=True, shape=shape) as m:
+    with machine(kind=("managed", shape)) as m:
         happens(m)
         m.time_passes(6.0)
         assert any(call.route == "refit" for call in m.world.log)
@@ -198,30 +202,13 @@ def test_the_promises_hold_for_a_worker_that_takes_orders_and(
 
 def test_a_lost_answer_to_an_order_costs_nothing() -> None:
     """The worker ends the order by itself, and its label tells that it serves the version."""
-    with machine(verifying=True, staging=True, orders=True) as m:
+    with machine() as m:
         m.world.faults["refit", 1] = "lost"
         assert m.loop.run_until_complete(m.processes[0].refit(1)) == "done"
 
 
-def test_an_update_that_lands_after_its_refit_was_cancelled_is_no_death() -> None:
-    """The label of the worker changes in the middle of the next refit, as if another process had
-    its address. That refit must not return as if the worker were gone."""
-    with machine(seed=126, shape="pools", verifying=True, orders=True, replacing=True) as m:
-        m.refits_wrongly(i=0, weights="unfit")
-        m.joins(ready_after=0.0)
-        m.user_resumes(i=1)
-        m.hangs(index=3, seconds=0.1)
-        refit: dict[str, Any] = {"i": 0, "busy": True, "half": True, "seconds": 0.0}
-        m.refits(mode="in-flight", faults=[("version", 0, "before")], fuse=(32, "cancel"), **refit)
-        m.refits(mode="rolling", faults=[], fuse=None, **refit)
-        m.hangs(index=3, seconds=60.0)
-        m.frontend_restarts(times=1)
-        m.holds()
-        m.settles()
-
-
 def test_a_cancelled_refit_ends_an_order_that_waits_for_requests() -> None:
-    with machine(verifying=True, staging=True, orders=True, count=1) as m:
+    with machine(count=1) as m:
         process, (worker,) = m.processes[0], m.world.workers.values()
         process.start(process.sample(500), process.sampling)  # ten seconds
         m.time_passes(1.0)
@@ -238,7 +225,7 @@ def test_a_cancelled_refit_ends_an_order_that_waits_for_requests() -> None:
 
 def test_rollouts_that_an_order_cuts_keep_their_tokens_and_ask_nothing() -> None:
     """The engine answers from its version only, so no answer needs a question afterwards."""
-    with machine(verifying=True, staging=True, orders=True, count=1) as m:
+    with machine(count=1) as m:
         process = m.processes[0]
         m.world.workers[1].load_seconds = 0.02
         m.loop.run_until_complete(process.refit(1))
@@ -293,23 +280,26 @@ def the_engine_aborts_by_itself(m: RefitMachine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "orders"),
+    ("happens", "kind"),
     [
-        (the_refit_is_cancelled, True),
-        (another_process_cancels_its_refit, True),
-        (a_second_worker_cannot_be_paused, False),
-        (a_user_pauses, False),
-        (another_process_pauses, False),
-        (the_workers_sleep, True),
-        (the_engine_aborts_by_itself, True),
+        (the_refit_is_cancelled, MANAGED),
+        (another_process_cancels_its_refit, MANAGED),
+        (a_second_worker_cannot_be_paused, FOREIGN),
+        (a_user_pauses, MANAGED),
+        (a_user_pauses, FOREIGN),
+        (another_process_pauses, MANAGED),
+        (another_process_pauses, FOREIGN),
+        (the_workers_sleep, MANAGED),
+        (the_engine_aborts_by_itself, MANAGED),
+        (the_engine_aborts_by_itself, FOREIGN),
     ],
 )
 def test_a_rollout_is_continued_whatever_cuts_it(
-    happens: Callable[[RefitMachine], None], orders: bool
+    happens: Callable[[RefitMachine], None], kind: tuple[str, str]
 ) -> None:
     """When the answer arrives, nothing tells what cut it: its worker serves as before."""
-    count = 1 if orders else 2
-    with machine(verifying=True, staging=True, orders=orders, count=count) as m:
+    count = 1 if kind == MANAGED else 2
+    with machine(kind=kind, count=count) as m:
         process = m.processes[0]
         for worker in m.world.workers.values():
             worker.load_seconds = 0.02
@@ -328,7 +318,7 @@ def test_a_rollout_is_continued_whatever_cuts_it(
 
 
 def test_requests_that_a_refit_keeps_have_both_versions() -> None:
-    with machine(verifying=True, staging=True, orders=True, count=1) as m:
+    with machine(count=1) as m:
         process = m.processes[0]
         m.world.workers[1].load_seconds = 0.02
         work = process.rollouts.generate([1, 2], Sampling(max_tokens=100), n=8)
@@ -344,7 +334,7 @@ def test_requests_that_a_refit_keeps_have_both_versions() -> None:
 
 
 def test_workers_that_cannot_keep_requests_are_named() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine(kind=FOREIGN) as m:
         assert m.loop.run_until_complete(m.processes[0].refit(1, "", "keep")) == "refused"
         assert "2 of 2 workers cannot keep running requests" in m.processes[0].trouble
 
@@ -353,7 +343,7 @@ def test_answers_sampled_beside_a_canary_are_discarded() -> None:
     """A stalled router delivers a request during a canary, the refit is cancelled, and another
     process asks the worker for its version."""
     m = RefitMachine()
-    m.begin(seed=267, verifying=False, count=3)
+    m.begin(seed=267, kind=FOREIGN, count=3)
     m.refits(
         0, "rolling", [("resume", 0, "before"), ("taint", 1, "before")], busy=True, seconds=0.5
     )
@@ -381,13 +371,13 @@ def the_version_is_served_already(m: RefitMachine) -> str:
     return m.loop.run_until_complete(m.processes[0].refit(1))
 
 
-def a_pause_fails(m: RefitMachine) -> str:
-    m.world.faults["pause", 2] = "refuse"
+def an_order_is_refused(m: RefitMachine) -> str:
+    m.world.faults["refit", 2] = "before"
     return m.loop.run_until_complete(m.processes[0].refit(2))
 
 
-def the_update_fails(m: RefitMachine) -> str:
-    m.world.faults["update", 1] = m.world.faults["update", 2] = "refuse"
+def the_orders_fail(m: RefitMachine) -> str:
+    m.world.faults["refit", 1] = m.world.faults["refit", 2] = "refuse"
     return m.loop.run_until_complete(m.processes[0].refit(2))
 
 
@@ -413,8 +403,8 @@ def the_refit_is_cancelled_before_the_swap(m: RefitMachine) -> str:
         (another_worker_refuses_the_update, "refused"),
         (the_version_is_taken, "refused"),
         (the_version_is_served_already, "done"),
-        (a_pause_fails, "failed"),
-        (the_update_fails, "failed"),
+        (an_order_is_refused, "failed"),
+        (the_orders_fail, "failed"),
         (the_refit_is_cancelled_while_workers_stage, "cancelled"),
         (the_refit_is_cancelled_before_the_swap, "cancelled"),
     ],
@@ -422,13 +412,13 @@ def the_refit_is_cancelled_before_the_swap(m: RefitMachine) -> str:
 def test_no_worker_keeps_staged_weights_when(
     happens: Callable[[RefitMachine], str], outcome: str
 ) -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         for worker in m.world.workers.values():
             worker.load_seconds = 0.2
         assert m.loop.run_until_complete(m.processes[0].refit(1)) == "done"
-        staged = sum(call.detail == "rollway_stage" for call in m.world.log)
+        staged = sum(call.route == "check" for call in m.world.log)
         assert happens(m) == outcome
-        assert sum(call.detail == "rollway_stage" for call in m.world.log) > staged
+        assert sum(call.route == "check" for call in m.world.log) > staged
         assert [worker.staged for worker in m.world.workers.values()] == [None, None]
         m.holds()
 
@@ -441,7 +431,7 @@ Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 def test_a_worker_in_doubt_is_paused_although_a_call_to_keep_it_out_fails() -> None:
     """Its canary resumed it, and the answer was lost."""
-    with machine(verifying=False, count=2) as m:
+    with machine(kind=FOREIGN, count=2) as m:
         m.world.faults["resume", 1] = "lost"
         observe = m.processes[0].fleet.observer
 
