@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollway.errors import AdminError, RequestFailed, RolloutError, Unreachable
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request

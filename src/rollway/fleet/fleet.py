@@ -18,10 +18,8 @@ from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
 from rollway.fleet.admin import AdminAPI, PauseMode, call_all, call_living, run_to_the_end
 from rollway.fleet.canary import Answer, Ask, CanaryCheck
-from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.labels import Labels
-from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
 from rollway.fleet.recording import DriverHistory, RefitRecording
 from rollway.fleet.refit import Refit, Supervised
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
@@ -30,6 +28,7 @@ from rollway.fleet.sleep import Sleeper, asleep_error
 from rollway.fleet.stages import split_in_stages
 from rollway.fleet.updates import Recipes, Update, Weights
 from rollway.fleet.worker_refit import Observer, RefitPlan, Replace
+from rollway.fleet.workers import POLL_SECONDS, Membership, RlListing, Source, Worker, refuse_silent
 from rollway.http import Http
 from rollway.observe.traces import Tracer
 from rollway.signed_calls import read_stack_secret

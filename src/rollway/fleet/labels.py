@@ -17,12 +17,10 @@ from rollway.fleet.admin import (
     AdminAPI,
     call_all,
     leaving_label,
-    no_workers_error,
     unverified_label,
     version_left,
 )
-from rollway.fleet.discovery import Worker
-from rollway.fleet.membership import Membership
+from rollway.fleet.workers import Membership, Worker, no_workers_error
 from rollway.versions import FleetVersions, Ticket, VersionRecord
 
 log = logging.getLogger(__name__)

@@ -36,15 +36,19 @@ from rollway.fleet.admin import (
     OtherSecret,
     PauseMode,
     collect_failures,
-    no_workers_error,
     run_to_the_end,
-    silent_workers_error,
 )
-from rollway.fleet.discovery import Worker, is_dead
-from rollway.fleet.membership import CLOSE_LOOK_SECONDS, Membership
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
 from rollway.fleet.stages import Stage, split_in_shares, split_in_stages
 from rollway.fleet.worker_refit import RefitPlan, WorkerRefit
+from rollway.fleet.workers import (
+    CLOSE_LOOK_SECONDS,
+    Membership,
+    Worker,
+    is_dead,
+    no_workers_error,
+    silent_workers_error,
+)
 
 log = logging.getLogger(__name__)
 

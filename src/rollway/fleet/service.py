@@ -29,7 +29,7 @@ from rollway.fleet.admin import (
     leaving_label,
     unverified_label,
 )
-from rollway.fleet.discovery import Worker, is_dead
+from rollway.fleet.workers import Worker, is_dead
 from rollway.versions import FleetVersions, taint_of
 
 ROUTING_SECONDS = 0.05

@@ -27,7 +27,7 @@ from rollway.fleet.admin import (
     as_usage_error,
     start_and_wait,
 )
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.signed_calls import sign
 from rollway.versions import VersionRecord
 from rollway.weights.checkpoint import (

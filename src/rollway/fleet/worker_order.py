@@ -31,8 +31,8 @@ from rollway.fleet.admin import (
     leaving_label,
     run_to_the_end,
 )
-from rollway.fleet.discovery import is_dead
 from rollway.fleet.worker_refit import WorkerRefit
+from rollway.fleet.workers import is_dead
 from rollway.versions import taint_of
 
 SETTLE_SECONDS = 10.0

@@ -44,10 +44,10 @@ from rollway.fleet.admin import (
     version_left,
 )
 from rollway.fleet.canary import CanaryCheck
-from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.report import WorkerReport
 from rollway.fleet.service import Service
 from rollway.fleet.updates import Preflight, Update
+from rollway.fleet.workers import Worker, is_dead
 from rollway.versions import FleetVersions, taint_of
 
 Observer = Callable[[str, Worker], Awaitable[None]]

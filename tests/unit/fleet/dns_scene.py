@@ -17,7 +17,7 @@ import dns.rdatatype
 import dns.rrset
 
 from rollway.errors import Unreachable
-from rollway.fleet.discovery import (
+from rollway.fleet.workers import (
     NEEDED_ROUTES,
     DnsListing,
     RlListing,

@@ -27,7 +27,6 @@ from rollway.engine.core import read_version
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
 from rollway.fleet import (
     labels,
-    membership,
     refit,
     service,
     sleep,
@@ -35,6 +34,7 @@ from rollway.fleet import (
     updates,
     worker_order,
     worker_refit,
+    workers,
 )
 from rollway.fleet.admin import (
     AnotherProcess,
@@ -44,8 +44,8 @@ from rollway.fleet.admin import (
     RefitRefused,
     StageReply,
 )
-from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
+from rollway.fleet.workers import Worker
 from rollway.rollout import sender
 from rollway.versions import taint_of
 from rollway.weights.checkpoint import Checkpoint
@@ -706,10 +706,10 @@ class World:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Run the real protocol on simulated time, listings and checkpoints."""
         protocol = (refit, stages, worker_order, worker_refit, service, updates, sleep)
-        for module in (*protocol, labels, membership, sender):
+        for module in (*protocol, labels, workers, sender):
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
-        patch.setattr(membership, "discover", self.listing)
-        patch.setattr(membership, "list_instances", self.instances)
+        patch.setattr(workers, "discover", self.listing)
+        patch.setattr(workers, "list_instances", self.instances)
         patch.setattr(updates, "FromDisk", SimUpdate)
         patch.setattr(sender, "random", self.rng)
 

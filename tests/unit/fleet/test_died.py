@@ -8,9 +8,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollway.fleet import membership
-from rollway.fleet.discovery import StaticList, Worker
-from rollway.fleet.membership import Membership
+from rollway.fleet import workers
+from rollway.fleet.workers import Membership, StaticList, Worker
 from rollway.http import Http
 
 
@@ -27,9 +26,9 @@ async def died(monkeypatch: pytest.MonkeyPatch, probes: list[bool], listed: list
     async def discover(*_: Any) -> list[Worker]:
         return listed
 
-    monkeypatch.setattr(membership, "is_dead", is_dead)
-    monkeypatch.setattr(membership, "discover", discover)
-    monkeypatch.setattr(membership, "DYING_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(workers, "is_dead", is_dead)
+    monkeypatch.setattr(workers, "discover", discover)
+    monkeypatch.setattr(workers, "DYING_SECONDS", (0.0, 0.0, 0.0))
     http: Any = None
     return await Membership(http, StaticList(())).has_died(worker(1))
 
@@ -65,8 +64,8 @@ async def test_a_worker_whose_successor_is_not_listed_yet_is_dead(
     async def discover(*_: Any) -> list[Worker]:
         return []
 
-    monkeypatch.setattr(membership, "discover", discover)
-    monkeypatch.setattr(membership, "DYING_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(workers, "discover", discover)
+    monkeypatch.setattr(workers, "DYING_SECONDS", (0.0, 0.0))
     app = web.Application()
     if not is_starting:
         app.router.add_get("/engine/liveness_probe", answer)

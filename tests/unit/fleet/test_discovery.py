@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from rollway.errors import RequestFailed, Unreachable
-from rollway.fleet import discovery
-from rollway.fleet.discovery import (
+from rollway.fleet import workers as listing
+from rollway.fleet.workers import (
     HealthListing,
+    Membership,
     RlListing,
     StaticList,
     Worker,
     discover,
     list_instances,
 )
-from rollway.fleet.membership import Membership
 from rollway.http import Http
 from tests.unit.fleet.fake_fleet import FakeWorker, fake_fleet, serving
 
@@ -232,4 +232,4 @@ def test_the_pods_of_a_service_are_found_by_a_real_name_server(tmp_path: Path) -
 async def test_a_pod_with_two_workers_gets_no_calls() -> None:
     twice = [Worker(n, "m", "http://127.0.0.2:9090") for n in (1, 2)]
     with pytest.raises(Unreachable, match="is unknown"):
-        await discovery.find_pod_worker("127.0.0.2", twice)
+        await listing.find_pod_worker("127.0.0.2", twice)

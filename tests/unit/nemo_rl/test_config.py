@@ -9,7 +9,7 @@ import pytest
 
 from rollway.api import make_spec
 from rollway.errors import RollwayError, SpecError, UsageError
-from rollway.fleet.discovery import HealthListing, RlListing
+from rollway.fleet.workers import HealthListing, RlListing
 from rollway.integrations.nemo_rl.config import (
     MxConfig,
     WeightSync,

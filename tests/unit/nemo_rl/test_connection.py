@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollway.errors import NoWorkers, RollwayError, Unreachable, UsageError
-from rollway.fleet.discovery import HealthListing, RlListing
+from rollway.fleet.workers import HealthListing, RlListing
 from rollway.integrations.nemo_rl.connection import Connection
 
 INSTANCES = [{"namespace": "team-other-0123abcd"}, {"namespace": "team-rl2"}, {"namespace": "x"}]

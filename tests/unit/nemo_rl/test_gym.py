@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollway.errors import SpecError, UsageError
-from rollway.fleet.discovery import DnsListing, HealthListing, RlListing, Source, StaticList
+from rollway.fleet.workers import DnsListing, HealthListing, RlListing, Source, StaticList
 from rollway.gateway.messages import check_contiguous
 from rollway.gateway.replies import add_bundle
 from rollway.gateway.template import Template

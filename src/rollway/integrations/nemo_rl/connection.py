@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import rollway
 from rollway.api import Opening
 from rollway.errors import NoWorkers, Unreachable, UsageError
-from rollway.fleet.discovery import HealthListing, RlListing, Source
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import HealthListing, RlListing, Source
 from rollway.integrations.nemo_rl.config import (
     WHERE,
     DynamoCfg,

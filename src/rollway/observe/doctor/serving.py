@@ -8,7 +8,7 @@ import math
 from rollway.errors import AdminError, RequestFailed
 from rollway.fleet.admin import NoSuchMethod
 from rollway.fleet.canary import Answer
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.observe.doctor.subject import ONE_TOKEN, Findings, ModelWorkers, Subject
 from rollway.rollout.sampling import Sampling
 from rollway.versions import taint_of
