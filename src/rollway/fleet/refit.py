@@ -42,7 +42,7 @@ from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_err
 from rollway.fleet.stages import Stage, split_in_shares, split_in_stages
 from rollway.fleet.worker_refit import RefitPlan, WorkerRefit
 from rollway.fleet.workers import (
-    CLOSE_LOOK_SECONDS,
+    LOOK_SECONDS,
     Membership,
     Worker,
     is_dead,
@@ -129,7 +129,7 @@ class Refit:
                     while behind or any(not move.done() for move in moves):
                         self.passes += bool(behind)
                         moves += [asyncio.create_task(self._move_joiner(each)) for each in behind]
-                        await asyncio.wait(moves, timeout=CLOSE_LOOK_SECONDS)
+                        await asyncio.wait(moves, timeout=LOOK_SECONDS)
                         is_late = time.monotonic() - self._began > LONGEST_JOIN_SECONDS
                         behind = [] if is_late else await self._list_more()
                 except BaseException:

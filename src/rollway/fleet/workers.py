@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import logging
 import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,9 +33,7 @@ log = logging.getLogger(__name__)
 
 # The frontend gives a hung worker 5 s before it lists it with an error.
 LISTING_SECONDS = 15.0
-INSTANCES_SECONDS = 2.0
 PROBE_SECONDS = 2.0
-DEFAULT_SYSTEM_PORT = 9090
 _WORKER_HASH = re.compile(r"-[0-9a-f]{8}$")
 """What Dynamo's operator appends to the namespace of a deployment's workers."""
 _NO_ENGINES = frozenset({"router", "global_router", "planner", "globalplanner", "epp"})
@@ -75,8 +72,18 @@ class RlListing:
     url: str
     frontend_url: str = ""
     """The frontend's own address. Its `/health` names the instances without asking them."""
-    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """What the listing wants besides, such as a token; errors name the source without them."""
+
+    async def list_workers(self, http: Http, retry: Retry) -> list[Worker]:
+        url = f"{self.url.rstrip('/')}/v1/rl/workers"
+        try:
+            entries = await _read_entries(http, url, "workers", LISTING_SECONDS, retry)
+        except Unreachable as error:
+            raise Unreachable(
+                f"No RL worker listing: {error.message}",
+                "The frontend serves it on a separate port (DYN_ENABLE_RL=true, DYN_RL_PORT); "
+                "pass that address as `rl_url`.",
+            ) from error
+        return [_parse_entry(entry) for entry in entries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +91,34 @@ class HealthListing:
     """The instances in the frontend's `GET /health`; for stacks without the RL listing."""
 
     url: str
-    namespace: str | tuple[str, ...] = ""
-    """Only workers of this namespace, or of several. Deployments add a dash and eight hex digits to
-    the namespace of their workers, which counts as the same. Empty means all workers."""
-    system_port: int = DEFAULT_SYSTEM_PORT
+    namespaces: tuple[str, ...] = ()
+    """Only workers of these namespaces; all if there are none. Deployments add a dash and eight hex
+    digits to the namespace of their workers, which counts as the same."""
+    system_port: int = 9090
 
     def covers(self, namespace: str) -> bool:
         """Return whether workers of a namespace belong to this listing. A longer name is another
         deployment's: `rl-2` is not `rl`."""
-        names = (self.namespace,) if isinstance(self.namespace, str) else self.namespace
         base = _WORKER_HASH.sub("", namespace)
-        return not any(names) or namespace in names or base in names
+        return not self.namespaces or namespace in self.namespaces or base in self.namespaces
+
+    async def list_workers(self, http: Http, retry: Retry) -> list[Worker]:
+        url = f"{self.url.rstrip('/')}/health"
+        workers: dict[int, Worker] = {}
+        # An instance is listed once for each of its endpoints.
+        for entry in await _read_entries(http, url, "instances", LISTING_SECONDS, retry):
+            instance, component = entry["instance_id"], str(entry.get("component") or "")
+            if component.lower() in _NO_ENGINES or not self.covers(str(entry.get("namespace", ""))):
+                continue
+            if entry.get("endpoint") not in (None, "generate", "rl") or instance in workers:
+                continue
+            host, port = _split_address(_get_transport_address(entry))
+            host = f"[{host}]" if ":" in host else host
+            error = None if host and port else "its transport names no address"
+            admin_url = "" if error else f"http://{host}:{self.system_port}"
+            role = find_role(component)
+            workers[instance] = Worker(instance, "", admin_url, error=error, role=role)
+        return list(await asyncio.gather(*(_probe(http, worker) for worker in workers.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +126,28 @@ class DnsListing:
     """The pods of a headless Service: all addresses that its name stands for."""
 
     hostname: str
-    port: int = 8000
-    """Where the pods answer."""
-    listings: tuple[RlListing, ...] = ()
-    """Where the admin addresses of pods are listed. Without any, pods take admin calls at `port`,
-    as prime-rl's own servers do."""
+    listings: tuple[RlListing, ...]
+    """Where the admin addresses of the pods are listed."""
+
+    async def list_workers(self, http: Http, retry: Retry) -> list[Worker]:
+        pods = await resolve_addresses(self.hostname)
+        parts = await asyncio.gather(*(each.list_workers(http, retry) for each in self.listings))
+        # Several frontends may list the same worker.
+        listed = {worker.admin_url: worker for part in parts for worker in part if worker.admin_url}
+        homes = await asyncio.gather(*(resolve_addresses(_split_address(url)[0]) for url in listed))
+        workers = []
+        for pod in pods:
+            inside = [w for w, home in zip(listed.values(), homes, strict=True) if pod in home]
+            if len(inside) != 1:
+                # Any other worker would get another pod's calls.
+                error = (
+                    f"The admin address of the pod {pod} is unknown: {len(inside)} of "
+                    f"{len(listed)} listed workers are there. Workers must list the address of "
+                    "their pod (DYN_SYSTEM_HOST), one worker in each."
+                )
+                inside = [Worker(_make_stand_in_id(pod), "", "", error=error)]
+            workers += inside
+        return workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +157,18 @@ class StaticList:
     urls: tuple[str, ...]
     model: str = ""
 
+    async def list_workers(self, http: Http, _: Retry) -> list[Worker]:
+        urls = dict.fromkeys(url.rstrip("/") for url in self.urls)
+        workers = [Worker(_make_stand_in_id(url), self.model, url) for url in urls]
+        return list(await asyncio.gather(*(_probe(http, worker) for worker in workers)))
+
 
 Source = RlListing | HealthListing | DnsListing | StaticList
 
 
 async def discover(http: Http, source: Source, *, retry: Retry = IDEMPOTENT) -> list[Worker]:
     """Return the workers of a source, ordered by instance id."""
-    if isinstance(source, RlListing):
-        workers = await _read_rl_listing(http, source, retry)
-    elif isinstance(source, HealthListing):
-        workers = await _read_health_listing(http, source, retry)
-    elif isinstance(source, DnsListing):
-        workers = await _read_dns_listing(http, source, retry)
-    else:
-        urls = dict.fromkeys(url.rstrip("/") for url in source.urls)
-        workers = [Worker(_make_stand_in_id(url), source.model, url) for url in urls]
-        workers = await asyncio.gather(*(_probe(http, worker) for worker in workers))
+    workers = await source.list_workers(http, retry)
     return sorted(_name_decoders(workers), key=lambda worker: worker.instance_id)
 
 
@@ -152,22 +189,27 @@ async def list_instances(http: Http, source: Source) -> frozenset[int] | None:
         return None
     url = f"{source.frontend_url.rstrip('/')}/health"
     try:
-        answer = await http.get(url, timeout=INSTANCES_SECONDS, retry=ONCE)
-        entries = answer["instances"]
-        return frozenset(_get_instance_id(e) for e in entries if e.get("endpoint") == "rl")
-    except (RequestFailed, Unreachable, LookupError, TypeError, AttributeError):
+        entries = await _read_entries(http, url, "instances", PROBE_SECONDS, ONCE)
+    except (RequestFailed, Unreachable):
         return None
+    return frozenset(entry["instance_id"] for entry in entries if entry.get("endpoint") == "rl")
 
 
 async def is_dead(worker: Worker, listed: Sequence[Worker] = ()) -> bool:
-    """Return whether a silent worker is dead and not just slow.
-
-    It is dead if nothing listens at one of its addresses, or if another worker in `listed` has its
-    admin address and answers: a restarted worker gets the same admin port."""
-    if any(w.admin_url == worker.admin_url and w.error is None for w in listed):
-        return worker.error is not None
+    """Return whether a silent worker is dead and not just slow: nothing listens at one of its
+    addresses, or its successor answers in `listed`."""
+    if _has_successor(worker, listed):
+        return True
     addresses = (worker.request_address, worker.admin_url)
     return any([await _is_refused(address) for address in addresses])
+
+
+def _has_successor(worker: Worker, listed: Sequence[Worker]) -> bool:
+    """Return whether another worker answers at a worker's admin address: a restarted worker gets
+    the same port."""
+    at_address = [w for w in listed if w.admin_url == worker.admin_url and w.error is None]
+    ids = {w.instance_id for w in at_address}
+    return bool(ids) and worker.instance_id not in ids
 
 
 async def _is_refused(address: str) -> bool:
@@ -175,7 +217,7 @@ async def _is_refused(address: str) -> bool:
     if port is None:
         return False
     try:
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(PROBE_SECONDS):
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return True
@@ -185,7 +227,7 @@ async def _is_refused(address: str) -> bool:
     return False
 
 
-async def lacks_routes(http: Http, worker: Worker) -> bool:
+async def _lacks_routes(http: Http, worker: Worker) -> bool:
     """Return whether the process at a worker's address lacks a route that the worker had: it is a
     successor that is starting. It listens long before it is listed."""
     route = next((path for path in worker.routes if path.endswith("liveness_probe")), None)
@@ -196,7 +238,7 @@ async def lacks_routes(http: Http, worker: Worker) -> bool:
     except RequestFailed as error:
         return error.status == 404
     except Unreachable:
-        pass
+        return False
     return False
 
 
@@ -216,112 +258,40 @@ async def resolve_addresses(hostname: str) -> list[str]:
     return sorted({str(entry[4][0]) for entry in entries if entry[0] == family})
 
 
-async def find_pod_worker(address: str, listed: Sequence[Worker]) -> Worker:
-    """Return the one listed worker of a pod, by the address or the name in its admin address.
-    Raise if there is none: any other worker would get another pod's calls."""
-    hosts = [_split_address(worker.admin_url)[0] for worker in listed]
-    names = await asyncio.gather(*(_resolve_host(host) for host in hosts))
-    matches = [w for w, known in zip(listed, names, strict=True) if address in known]
-    if len(matches) == 1:
-        return matches[0]
-    raise Unreachable(
-        f"The admin address of the pod {address} is unknown: {len(matches)} of {len(listed)} "
-        "listed workers are there.",
-        "Workers must list the address of their pod (DYN_SYSTEM_HOST), one worker in each.",
-    )
-
-
-async def _resolve_host(host: str) -> list[str]:
-    try:
-        return [str(ipaddress.ip_address(host))]
-    except ValueError:
-        pass
-    try:
-        return await resolve_addresses(host) if host else []
-    except Unreachable:
-        return []
-
-
-async def _read_dns_listing(http: Http, source: DnsListing, retry: Retry) -> list[Worker]:
-    pods = await resolve_addresses(source.hostname)
-    parts = await asyncio.gather(*(_read_rl_listing(http, each, retry) for each in source.listings))
-    listed = list({worker.admin_url: worker for part in parts for worker in part}.values())
-
-    async def find(address: str) -> Worker:
-        url = f"http://[{address}]" if ":" in address else f"http://{address}"
-        url = f"{url}:{source.port}"
-        pod = Worker(_make_stand_in_id(url), "", url)
-        if not source.listings:
-            return await _probe(http, pod)
-        try:
-            return await find_pod_worker(address, listed)
-        except Unreachable as error:
-            return replace(pod, admin_url="", error=str(error))
-
-    return list(await asyncio.gather(*map(find, pods)))
-
-
-async def _read_rl_listing(http: Http, source: RlListing, retry: Retry) -> list[Worker]:
-    url, headers = f"{source.url.rstrip('/')}/v1/rl/workers", dict(source.headers)
-    try:
-        listing = await http.get(url, timeout=LISTING_SECONDS, retry=retry, headers=headers)
-    except Unreachable as error:
-        raise Unreachable(
-            f"No RL worker listing: {error.message}",
-            "The frontend serves it on a separate port (DYN_ENABLE_RL=true, DYN_RL_PORT); "
-            "pass that address as `rl_url`.",
-        ) from error
-    entries = listing.get("workers") if isinstance(listing, dict) else None
+async def _read_entries(
+    http: Http, url: str, key: str, seconds: float, retry: Retry
+) -> list[dict[str, Any]]:
+    """Return the entries of a listing; raise if one has no instance id."""
+    answer = await http.get(url, timeout=seconds, retry=retry)
+    entries = answer.get(key) if isinstance(answer, dict) else None
     if not isinstance(entries, list):
-        raise RequestFailed(f"{url} answered without a list of workers.", status=200)
-    return [_parse_entry(entry) for entry in entries]
+        raise RequestFailed(f"{url} answered without a list of {key}.", status=200)
+    for entry in entries:
+        instance = entry.get("instance_id") if isinstance(entry, dict) else None
+        if not isinstance(instance, int):
+            raise RequestFailed(f"{url} lists the instance_id {instance!r}.", status=200)
+    return entries
 
 
-def _parse_entry(entry: Any) -> Worker:
-    error = entry.get("error") if isinstance(entry, dict) else None
-    worker = Worker(
-        instance_id=_get_instance_id(entry),
+def _parse_entry(entry: dict[str, Any]) -> Worker:
+    admin_url = (entry.get("system_url") or "").rstrip("/")
+    routes = frozenset(entry.get("routes") or ())
+    missing = sorted(NEEDED_ROUTES - {route.rpartition("/")[2] for route in routes})
+    error = entry.get("error")
+    if not error and not admin_url:
+        error = "it is listed without an admin address (DYN_SYSTEM_PORT)"
+    elif not error and missing:
+        error = f"it does not offer {', '.join(missing)} (--enable-rl)"
+    return Worker(
+        instance_id=entry["instance_id"],
         model=entry.get("model") or "",
-        admin_url=(entry.get("system_url") or "").rstrip("/"),
-        routes=frozenset(entry.get("routes") or ()),
+        admin_url=admin_url,
+        routes=routes,
         world_size=entry.get("world_size") or 1,
         error=str(error) if error else None,
         role=find_role(str(entry.get("component") or "")),
-        request_address=_get_transport_address(entry.get("transport")),
+        request_address=_get_transport_address(entry),
     )
-    if worker.error is not None:
-        return worker
-    if not worker.admin_url:
-        return replace(worker, error="it is listed without an admin address (DYN_SYSTEM_PORT)")
-    missing = sorted(NEEDED_ROUTES - {route.rpartition("/")[2] for route in worker.routes})
-    if missing:
-        return replace(worker, error=f"it does not offer {', '.join(missing)} (--enable-rl)")
-    return worker
-
-
-async def _read_health_listing(http: Http, source: HealthListing, retry: Retry) -> list[Worker]:
-    url = f"{source.url.rstrip('/')}/health"
-    answer = await http.get(url, timeout=LISTING_SECONDS, retry=retry)
-    instances = answer.get("instances") if isinstance(answer, dict) else None
-    if not isinstance(instances, list):
-        raise RequestFailed(f"{url} answered without a list of instances.", status=200)
-    workers: dict[int, Worker] = {}
-    for entry in instances:  # an instance is listed once for each of its endpoints
-        instance = _get_instance_id(entry)
-        namespace = str(entry.get("namespace", ""))
-        if not source.covers(namespace):
-            continue
-        if entry.get("endpoint") not in (None, "generate", "rl") or instance in workers:
-            continue
-        component = str(entry.get("component") or "")
-        if component.lower() in _NO_ENGINES:
-            continue
-        host = _get_transport_host(entry.get("transport"))
-        admin = f"http://{host}:{source.system_port}" if host else ""
-        error = None if host else "its transport names no address"
-        role = find_role(component)
-        workers[instance] = Worker(instance, "", admin, error=error, role=role)
-    return list(await asyncio.gather(*(_probe(http, worker) for worker in workers.values())))
 
 
 async def _probe(http: Http, worker: Worker) -> Worker:
@@ -337,32 +307,17 @@ async def _probe(http: Http, worker: Worker) -> Worker:
     return worker
 
 
-def _get_instance_id(entry: Any) -> int:
-    instance = entry.get("instance_id") if isinstance(entry, dict) else None
-    if not isinstance(instance, int) or isinstance(instance, bool):
-        raise RequestFailed(
-            f"The worker listing has an entry whose instance_id is {instance!r}.", status=200
-        )
-    return instance
-
-
-def _make_stand_in_id(url: str) -> int:
+def _make_stand_in_id(address: str) -> int:
     """Return a stable negative id for a worker whose instance id is unknown."""
-    digest = hashlib.sha256(url.encode()).digest()
+    digest = hashlib.sha256(address.encode()).digest()
     return -int.from_bytes(digest[:7], "big") - 1
 
 
-def _get_transport_address(transport: Any) -> str:
+def _get_transport_address(entry: dict[str, Any]) -> str:
     """Return host and port in `{"tcp": "10.0.0.7:43601/…"}`; empty for other transports."""
+    transport = entry.get("transport")
     address = transport.get("tcp") if isinstance(transport, dict) else transport
     return str(address or "").partition("/")[0]
-
-
-def _get_transport_host(transport: Any) -> str:
-    host, port = _split_address(_get_transport_address(transport))
-    if not host or port is None:
-        return ""
-    return f"[{host}]" if ":" in host else host
 
 
 def _split_address(address: str) -> tuple[str, int | None]:
@@ -375,11 +330,11 @@ def _split_address(address: str) -> tuple[str, int | None]:
 
 KEEP_SECONDS = 2.0
 POLL_SECONDS = 5.0
-LOOK_SECONDS = 1.0
-"""Between two questions whether somebody joined or left, which only the frontend answers."""
-CLOSE_LOOK_SECONDS, CLOSE_SECONDS = 0.2, 10.0
-"""The same, during an admission and for how long after a join: where one joins, more may follow. A
-look takes the frontend a millisecond."""
+LOOK_SECONDS = 0.2
+"""Between two questions whether somebody joined or left. Only the frontend answers, and it takes a
+millisecond."""
+RELIST_SECONDS = 1.0
+"""How soon workers that a listing did not show are listed again."""
 DYING_SECONDS = (0.0, 0.3, 0.7, 1.5)
 """The waits before each check whether a silent worker has died."""
 
@@ -411,11 +366,10 @@ class Membership:
         self._note_roles = note_roles
         self._left_out: set[int] = set()
         self._listed_at = float("-inf")
-        self._joined_at = float("-inf")
         self._looked: frozenset[int] | None = None
-        """The ids that the last look saw which was news."""
+        """The ids that the last look saw, if they were not those of the listing."""
         self._listing: asyncio.Task[list[Worker]] | None = None
-        self._polled: dict[int, Worker] | None = None
+        self._polled: list[Worker] | None = None
         """The workers of the last poll."""
         self._is_reachable = True
 
@@ -472,39 +426,35 @@ class Membership:
         instances = await list_instances(self._http, self.source)
         if instances is None or instances == self._listed.keys():
             return False
-        was_listed = time.monotonic() - self._listed_at < LOOK_SECONDS
-        if instances == self._looked and was_listed:
-            return False
+        was_seen = instances == self._looked
         self._looked = instances
-        return True
+        return not was_seen or time.monotonic() - self._listed_at >= RELIST_SECONDS
 
     async def wait_for_change(self, seconds: float) -> None:
         """Wait until somebody joins or leaves, at most so long."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            is_close = time.monotonic() - self._joined_at < CLOSE_SECONDS
-            await asyncio.sleep(min(CLOSE_LOOK_SECONDS if is_close else LOOK_SECONDS, left))
+            await asyncio.sleep(min(LOOK_SECONDS, left))
             if await self.has_changed():
                 return
 
     async def poll(self) -> Changes | None:
         """List the workers; return who has joined and left since the last poll, or, at the first,
         since the last listing. None if the listing failed."""
-        before = {worker.instance_id: worker for worker in self.known}
-        if self._polled is not None:
-            before = self._polled
+        before = self.known if self._polled is None else self._polled
         try:
-            listed = {worker.instance_id: worker for worker in await self.workers(fresh=True)}
+            listed = await self.workers(fresh=True)
         except RollwayError as error:
             if self._is_reachable:  # log an outage once
                 log.warning("the workers cannot be listed: %s", error.message)
             self._is_reachable = False
             return None
         self._is_reachable, self._polled = True, listed
-        left = [worker for instance, worker in before.items() if instance not in listed]
+        ids = {worker.instance_id for worker in listed}
+        left = [worker for worker in before if worker.instance_id not in ids]
         # A worker that could not be probed when it was first listed joins now.
-        were_there = {instance for instance, worker in before.items() if worker.error is None}
-        answering = [worker for worker in listed.values() if worker.error is None]
+        were_there = {worker.instance_id for worker in before if worker.error is None}
+        answering = [worker for worker in listed if worker.error is None]
         return Changes([w for w in answering if w.instance_id not in were_there], left)
 
     async def has_died(self, worker: Worker) -> bool:
@@ -512,31 +462,25 @@ class Membership:
         and its successor may already listen at the same address."""
         for seconds in DYING_SECONDS:
             await asyncio.sleep(seconds)
-            if await is_dead(worker) or await lacks_routes(self._http, worker):
+            if await is_dead(worker) or await _lacks_routes(self._http, worker):
                 return True
-            listed = await self.workers(fresh=True)
-            at_address = {w.instance_id for w in listed if w.admin_url == worker.admin_url}
-            if at_address and worker.instance_id not in {w.instance_id for w in listed}:
+            if _has_successor(worker, await self.workers(fresh=True)):
                 return True
         return False
 
     async def _list(self) -> list[Worker]:
         listed = await discover(self._http, self.source)
         before = self._listed
-        self._listed = {w.instance_id: _complete(w, before.get(w.instance_id)) for w in listed}
+        self._listed = {w.instance_id: _complete(w, before.get(w.instance_id, w)) for w in listed}
         self._listed_at = time.monotonic()
-        if self._listed.keys() - before.keys():
-            self._joined_at = self._listed_at
         known = self.known
         self._note_roles({worker.instance_id: worker.role for worker in known})
         return known
 
 
-def _complete(worker: Worker, before: Worker | None) -> Worker:
+def _complete(worker: Worker, before: Worker) -> Worker:
     """Return a worker with what is remembered of it: one in error may be listed without its model,
     and a decode worker is known as such by the prefill workers beside it, which may die."""
-    if before is None:
-        return worker
     return replace(worker, model=worker.model or before.model, role=worker.role or before.role)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,9 @@ async def test_a_worker_that_takes_a_moment_to_exit_is_dead(
 
 async def test_a_worker_whose_successor_listens_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await died(monkeypatch, [False], [worker(2)])
+    silent = replace(worker(1), error="DeadlineExceeded")  # a dead worker is listed for a while
+    assert await died(monkeypatch, [False], [silent, worker(2)])
+    assert not await died(monkeypatch, [False], [silent, replace(worker(2), error="it hangs")])
 
 
 async def test_a_worker_that_is_listed_and_listens_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ class Deployment:
         port = runner.addresses[0][1]
         try:
             async with Http() as http:
-                yield Fleet(http, HealthListing(f"http://127.0.1.1:{port}", "ns-dgd", port))
+                yield Fleet(http, HealthListing(f"http://127.0.1.1:{port}", ("ns-dgd",), port))
         finally:
             await runner.cleanup()
 
