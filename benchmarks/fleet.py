@@ -19,9 +19,8 @@ from benchmarks import round_floats
 from benchmarks.inputs import read_spec
 from rollway.api import up
 from rollway.errors import NoWorkers, UsageError
-from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.membership import Membership
+from rollway.fleet.workers import Membership, RlListing, Source, Worker
 from rollway.http import Http
 from rollway.signed_calls import DOOR, ORDER, sign
 from rollway.spec import StackSpec

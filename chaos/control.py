@@ -20,8 +20,8 @@ import msgspec
 
 from rollway.errors import UsageError
 from rollway.fleet.admin import AdminAPI, call_all
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.gateway import command
 from rollway.gateway.command import GatewayOptions, serve
 from rollway.gateway.store import SessionStore

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 
 from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
-from rollway.fleet.discovery import RlListing, Source, StaticList, Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.foreign import Answer, make_canary
 from rollway.fleet.recording import DriverHistory
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
+from rollway.fleet.workers import RlListing, Source, StaticList, Worker
 from rollway.http import Http
 from rollway.observe.record import Recorder as RunRecorder
 from rollway.observe.traces import open_tracer

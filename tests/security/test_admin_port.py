@@ -20,9 +20,9 @@ import rollway
 from rollway import processes
 from rollway.engine import guard, rpc
 from rollway.errors import AdminError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.signed_calls import ORDER, SECRET, OrderRefused, Verifier, sign
 from rollway.stack.state import StackDir, secret_file

@@ -19,9 +19,9 @@ import rollway
 from chaos.control import naive_refit
 from rollway.aio import Stack
 from rollway.errors import AdminError, RolloutError, Unreachable, UsageError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling

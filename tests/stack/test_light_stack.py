@@ -20,10 +20,10 @@ import pytest
 
 import rollway
 from rollway.errors import RefitError, RolloutError, StartError, UsageError
-from rollway.fleet.discovery import HealthListing, RlListing, StaticList, discover
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
+from rollway.fleet.workers import HealthListing, RlListing, StaticList, discover
 from rollway.http import Http
 from rollway.integrations.verl.pool import Pool
 from rollway.signed_calls import REFIT, STAGE

@@ -21,7 +21,7 @@ from chaos.faults import Joiner
 from chaos.target import Target
 from rollway.api import make_spec
 from rollway.errors import RefitError, RollwayError, UsageError
-from rollway.fleet.discovery import RlListing, Worker, discover
+from rollway.fleet.workers import RlListing, Worker, discover
 from rollway.http import Http
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.synchronizer import Synchronizer

@@ -13,8 +13,8 @@ import torch
 
 import rollway
 from rollway.errors import UsageError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import Offered, stage
+from rollway.fleet.workers import Worker
 from rollway.stack.state import StackDir
 from rollway.weights.megatron.geometry import Topology
 from rollway.weights.transports.collective import CollectivePublisher

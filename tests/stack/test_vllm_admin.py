@@ -23,8 +23,8 @@ import rollway
 from rollway import processes
 from rollway.errors import AdminError
 from rollway.fleet.admin import IN_DOUBT, NoSuchMethod
-from rollway.fleet.discovery import Worker
 from rollway.fleet.vllm_admin import VllmAdmin
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling

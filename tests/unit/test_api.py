@@ -20,8 +20,8 @@ import rollway
 from rollway import processes, stack_handle, sync
 from rollway.api import Opening, _find_addresses
 from rollway.errors import UsageError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet as AsyncFleet
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.publishing import find_addresses
 from rollway.rollout.client import Rollouts as AsyncRollouts

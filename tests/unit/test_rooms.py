@@ -38,7 +38,7 @@ ORDER = [
 ]
 """From the bottom to the top, as in docs/architecture.md."""
 
-MOST_LINES, MOST_MODULES = 48_160, 284
+MOST_LINES, MOST_MODULES = 48_110, 283
 """Of the whole package: lines with code on them. Comments and docstrings are free."""
 
 BUDGET = {
@@ -46,7 +46,7 @@ BUDGET = {
     "cli": (15, 1_630),
     "demo": (6, 690),
     "engine": (23, 3_850),
-    "fleet": (18, 3_340),
+    "fleet": (17, 3_290),
     "gateway": (12, 2_350),
     "integrations/curator": (5, 640),
     "integrations/nemo_rl": (16, 2_580),

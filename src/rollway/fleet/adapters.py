@@ -23,8 +23,8 @@ from typing import Any
 
 from rollway.errors import AdminError, UsageError
 from rollway.fleet.admin import AdminAPI, NoSuchMethod, call_all, call_living, start_and_wait
-from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import STAGE_SECONDS
+from rollway.fleet.workers import Worker
 from rollway.weights.adapter import Adapter, attach_adapter, check_config, directory_of, served_name
 from rollway.weights.offer import Offer
 

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
-from rollway.fleet.discovery import Worker, is_dead
+from rollway.errors import AdminError, RollwayError, UsageError
+from rollway.fleet.workers import Worker, is_dead
 from rollway.weights.offer import STILL
 
 T = TypeVar("T")
@@ -320,21 +320,6 @@ def as_usage_error(error: AdminError) -> RollwayError:
     # An error with a cause is no refusal: the call or its answer was lost.
     is_refusal = error.__cause__ is None and not isinstance(error, OtherSecret)
     return UsageError(error.message, error.hint) if is_refusal else error
-
-
-def silent_workers_error(silent: Sequence[Worker], listed: int) -> AdminError:
-    reasons = "; ".join(f"{worker}: {worker.error}" for worker in silent)
-    return AdminError(
-        f"{len(silent)} of {listed} workers do not answer: {reasons}.",
-        "Wait until they recover or leave (a dead worker is listed for about 10 s).",
-    )
-
-
-def no_workers_error(source: object) -> NoWorkers:
-    return NoWorkers(
-        f"No RL worker is listed at {source}.",
-        "Start workers with --enable-rl; the mocker engine has no admin routes.",
-    )
 
 
 def leaving_label(version: int) -> int:

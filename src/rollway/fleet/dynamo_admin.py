@@ -28,7 +28,7 @@ from rollway.fleet.admin import (
     refuse_order,
     unwrap_engine_error,
 )
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry
 from rollway.signed_calls import (
     CANCEL,

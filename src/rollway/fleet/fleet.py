@@ -24,19 +24,25 @@ from rollway.fleet.admin import (
     call_all,
     call_living,
     leaving_label,
-    no_workers_error,
     run_to_the_end,
     version_left,
 )
-from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.foreign import Answer, Ask, CanaryCheck
-from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
 from rollway.fleet.recording import DriverHistory, RefitRecording
 from rollway.fleet.refit import Observer, Refit, Replace, Supervised, split_in_stages
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.sleep import Sleeper, asleep_error
 from rollway.fleet.updates import Recipes, Update, Weights
+from rollway.fleet.workers import (
+    POLL_SECONDS,
+    Membership,
+    RlListing,
+    Source,
+    Worker,
+    no_workers_error,
+    refuse_silent,
+)
 from rollway.http import Http
 from rollway.observe.traces import Tracer
 from rollway.signed_calls import read_stack_secret

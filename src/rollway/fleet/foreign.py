@@ -41,7 +41,7 @@ from rollway.fleet.admin import (
     leaving_label,
     run_to_the_end,
 )
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import RefitError
-from rollway.fleet.discovery import Worker
-from rollway.fleet.membership import Changes
 from rollway.fleet.refit import Observer, Refit
 from rollway.fleet.report import RefitReport, WorkerReport
 from rollway.fleet.updates import FromDisk, Offered, Update
+from rollway.fleet.workers import Changes, Worker
 from rollway.observe import steps
 from rollway.observe.metrics_endpoint import serve_if_asked
 from rollway.observe.record import Recorder

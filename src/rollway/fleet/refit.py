@@ -57,16 +57,20 @@ from rollway.fleet.admin import (
     OtherSecret,
     PauseMode,
     collect_failures,
-    no_workers_error,
     run_to_the_end,
-    silent_workers_error,
 )
-from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.foreign import CanaryCheck
-from rollway.fleet.membership import CLOSE_LOOK_SECONDS, Membership
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
 from rollway.fleet.updates import Update
 from rollway.fleet.worker_refit import WorkerRefit
+from rollway.fleet.workers import (
+    LOOK_SECONDS,
+    Membership,
+    Worker,
+    is_dead,
+    no_workers_error,
+    silent_workers_error,
+)
 from rollway.versions import FleetVersions
 
 log = logging.getLogger(__name__)
@@ -179,7 +183,7 @@ class Refit:
                     while behind or any(not move.done() for move in moves):
                         self.passes += bool(behind)
                         moves += [asyncio.create_task(self._move_joiner(each)) for each in behind]
-                        await asyncio.wait(moves, timeout=CLOSE_LOOK_SECONDS)
+                        await asyncio.wait(moves, timeout=LOOK_SECONDS)
                         is_late = time.monotonic() - self._began > LONGEST_JOIN_SECONDS
                         behind = [] if is_late else await self._list_more()
                 except BaseException:

@@ -28,8 +28,8 @@ from rollway.fleet.admin import (
     run_to_the_end,
     version_left,
 )
-from rollway.fleet.discovery import Worker
 from rollway.fleet.report import SleepReport, WorkerSleep
+from rollway.fleet.workers import Worker
 from rollway.versions import FleetVersions, taint_of
 
 LEVELS = (1, 2)

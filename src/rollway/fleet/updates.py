@@ -20,7 +20,7 @@ from typing import Protocol
 
 from rollway.errors import AdminError, UsageError
 from rollway.fleet.admin import AdminAPI, NoSuchMethod, StageReply, as_usage_error
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.versions import VersionRecord
 from rollway.weights.checkpoint import (
     Checkpoint,

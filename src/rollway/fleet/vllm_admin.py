@@ -24,7 +24,7 @@ from rollway.fleet.admin import (
     parse_label,
     unwrap_engine_error,
 )
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry, read_error_message
 from rollway.spec import AdminTimeouts
 

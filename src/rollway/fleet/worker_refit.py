@@ -44,8 +44,8 @@ from rollway.fleet.admin import (
     run_to_the_end,
     version_left,
 )
-from rollway.fleet.discovery import Worker, is_dead
 from rollway.fleet.report import WorkerReport
+from rollway.fleet.workers import Worker, is_dead
 from rollway.versions import FleetVersions, taint_of
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any
 
 from rollway.errors import RequestFailed, RolloutError, RollwayError, StartError, Unreachable
 from rollway.fleet.admin import leaving_label
-from rollway.fleet.discovery import RlListing, Worker, discover
 from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.workers import RlListing, Worker, discover
 from rollway.http import ONCE, Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request

@@ -30,7 +30,7 @@ from rollway.stack.state import (
 )
 
 if TYPE_CHECKING:  # a Keeper imports this module, and does not need most of what these import
-    from rollway.fleet.discovery import Worker
+    from rollway.fleet.workers import Worker
     from rollway.versions import VersionRecord
 
 

@@ -33,8 +33,8 @@ from typing import Any
 from rollway import processes
 from rollway.errors import RollwayError, StartError
 from rollway.fleet.admin import parse_label, version_left
-from rollway.fleet.discovery import RlListing, discover
 from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.workers import RlListing, discover
 from rollway.http import ONCE, Http
 from rollway.spec import StackSpec
 from rollway.stack import logs

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from rollway.engine import adapters as engine
 from rollway.errors import AdminError, UsageError, WeightsError
 from rollway.fleet.adapters import Adapters
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.weights import adapter as adapter_module
 from rollway.weights import leftovers
 from rollway.weights.adapter import (

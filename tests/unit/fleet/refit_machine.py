@@ -31,9 +31,15 @@ class RefitMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 10_000),
         kind=st.sampled_from(
-            [("managed", "stack"), ("managed", "stack"), ("managed", "attached"),
-             ("managed", "pools"), ("foreign", "stack"), ("foreign", "attached"),
-             ("foreign", "plain")]
+            [
+                ("managed", "stack"),
+                ("managed", "stack"),
+                ("managed", "attached"),
+                ("managed", "pools"),
+                ("foreign", "stack"),
+                ("foreign", "attached"),
+                ("foreign", "plain"),
+            ]
         ),
         count=st.integers(1, 3),
         replacing=st.booleans(),

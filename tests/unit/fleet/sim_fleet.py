@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import json
 import random
 import selectors
 import zlib
@@ -25,7 +24,7 @@ import pytest
 
 from rollway.engine.core import read_version
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
-from rollway.fleet import fleet, foreign, membership, refit, sleep, updates, worker_refit
+from rollway.fleet import fleet, foreign, refit, sleep, updates, worker_refit, workers
 from rollway.fleet.admin import (
     AdminAPI,
     AnotherProcess,
@@ -34,8 +33,8 @@ from rollway.fleet.admin import (
     RefitRefused,
     StageReply,
 )
-from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk
+from rollway.fleet.workers import Worker
 from rollway.rollout import sender
 from rollway.versions import taint_of
 from rollway.weights.checkpoint import Checkpoint
@@ -49,7 +48,7 @@ LEASE_SECONDS = 30.0
 STALE_SECONDS = 20.0
 """A decode worker does not fetch blocks that were computed longer ago than this."""
 FREED = "blocks that were freed"
-PROTOCOL = (fleet, foreign, membership, refit, sender, sleep, updates, worker_refit)
+PROTOCOL = (fleet, foreign, refit, sender, sleep, updates, worker_refit, workers)
 """The modules that run on simulated time."""
 
 
@@ -340,7 +339,13 @@ class SimWorker:
             self.set_taints([taint_of(version)])
             self.set_label(version)
             ranks = self.memory()
-        return {"seconds": 0.0, "before": before, "ranks": ranks, "version": version, "level": level}
+        return {
+            "seconds": 0.0,
+            "before": before,
+            "ranks": ranks,
+            "version": version,
+            "level": level,
+        }
 
     async def wake_memory(self) -> None:
         """Take the rest of the memory back; the engine then generates."""
@@ -725,8 +730,8 @@ class World:
         """Run the real protocol on simulated time, listings and checkpoints."""
         for module in PROTOCOL:
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
-        patch.setattr(membership, "discover", self.listing)
-        patch.setattr(membership, "list_instances", self.instances)
+        patch.setattr(workers, "discover", self.listing)
+        patch.setattr(workers, "list_instances", self.instances)
         patch.setattr(updates, "FromDisk", SimUpdate)
 
     def put(self, version: int, path: Path) -> None:

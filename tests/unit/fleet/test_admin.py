@@ -21,8 +21,8 @@ from rollway.fleet.admin import (
     parse_label,
     unverified_label,
 )
-from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.signed_calls import DOOR, OTHER_PROCESS, REFIT, STAGE
 

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from rollway.fleet.canary import Answer, CanaryCheck
 
 from rollway.errors import AdminError
 from rollway.fleet import canary
-from rollway.fleet.canary import Answer, CanaryCheck
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 
 WORKERS = [Worker(number, "tiny", f"http://127.0.0.1:{number}") for number in (1, 2, 3)]
 

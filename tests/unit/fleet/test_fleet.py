@@ -19,8 +19,8 @@ from rollway.errors import (
 )
 from rollway.fleet import worker_refit
 from rollway.fleet.admin import leaving_label
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.client import Rollouts
 from rollway.spec import AdminTimeouts

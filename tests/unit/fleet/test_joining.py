@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollway.fleet import membership
+from rollway.fleet import workers
 from rollway.versions import FleetVersions
 from tests.unit.fleet.refit_machine import RefitMachine, machine
 from tests.unit.fleet.sim_fleet import SimWorker
@@ -90,7 +90,7 @@ def test_a_worker_that_no_listing_shows_is_listed_once_a_second(
             return frozenset({*(await m.world.instances() or ()), 99})
 
         with monkeypatch.context() as patch:
-            patch.setattr(membership, "list_instances", look)
+            patch.setattr(workers, "list_instances", look)
             before = m.world.listings
             m.time_passes(5.0)
             assert 4 <= m.world.listings - before <= 6

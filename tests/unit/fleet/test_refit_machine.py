@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from rollway.fleet import foreign, refit
-from rollway.fleet.foreign import CanaryCheck
+from rollway.fleet import refit
 from rollway.fleet.worker_refit import WorkerRefit
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
-from rollway.versions import FleetVersions, Ticket, taint_of
+from rollway.versions import FleetVersions, taint_of
 from tests.soak import examples
 from tests.unit.fleet import sim_fleet
 from tests.unit.fleet.refit_machine import MODES, RefitMachine, machine

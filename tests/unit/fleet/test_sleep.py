@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from rollway.fleet.service import Service
 
 from rollway.errors import AdminError, RolloutError, UsageError
 from rollway.fleet.admin import IN_DOUBT, leaving_label, unverified_label, version_left
-from rollway.fleet.discovery import StaticList
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import SleepReport
-from rollway.fleet.service import Service
+from rollway.fleet.workers import StaticList
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
 from rollway.signed_calls import MEMORY, SECRET, SLEEP, WAKE

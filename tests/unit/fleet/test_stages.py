@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from rollway.fleet.stages import split_in_shares, split_in_stages
+
 from rollway.rollout.sampling import Sampling
 from tests.unit.fleet.refit_machine import machine
 

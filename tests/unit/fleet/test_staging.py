@@ -15,8 +15,8 @@ import torch
 from rollway.errors import AdminError, UsageError, WeightsError
 from rollway.fleet import admin as admin_module
 from rollway.fleet.admin import NoSuchMethod, NoSuchOrder, StageReply
-from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import FromDisk, Offered, stage
+from rollway.fleet.workers import Worker
 from rollway.weights.checkpoint import publish_checkpoint
 from rollway.weights.offer import Offer, read_offer
 from rollway.weights.transports.files import FilesPublisher, FilesReader

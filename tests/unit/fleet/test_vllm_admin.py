@@ -13,8 +13,8 @@ from aiohttp import web
 
 from rollway.errors import AdminError, RequestFailed, Unreachable
 from rollway.fleet.admin import NoSuchMethod
-from rollway.fleet.discovery import Worker
 from rollway.fleet.vllm_admin import VllmAdmin
+from rollway.fleet.workers import Worker
 from rollway.http import IDEMPOTENT, Http
 
 DROP = "drop the connection"

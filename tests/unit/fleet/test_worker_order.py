@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollway.fleet import worker_order
-from rollway.fleet.discovery import Worker
-from rollway.fleet.membership import Membership
 from rollway.fleet.report import RefitMode
+from rollway.fleet.workers import Membership, Worker
 from rollway.versions import taint_of
 from tests.unit.fleet import sim_fleet
 from tests.unit.fleet.coordinator import Coordinator

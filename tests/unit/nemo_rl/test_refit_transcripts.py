@@ -19,10 +19,10 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import NoWorkers, RefitError, RollwayError
-from rollway.fleet.discovery import HealthListing
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.refit import MAX_PASSES
 from rollway.fleet.report import RefitReport
+from rollway.fleet.workers import HealthListing
 from rollway.http import Http
 from tests.checkpoints import write_checkpoint
 from tests.unit.fleet.fake_fleet import FakeWorker
@@ -121,7 +121,7 @@ class Deployment:
         port = runner.addresses[0][1]
         try:
             async with Http() as http:
-                yield Fleet(http, HealthListing(f"http://127.0.1.1:{port}", "ns-dgd", port))
+                yield Fleet(http, HealthListing(f"http://127.0.1.1:{port}", ("ns-dgd",), port))
         finally:
             await runner.cleanup()
 

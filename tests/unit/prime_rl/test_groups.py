@@ -14,8 +14,8 @@ import pytest
 
 from rollway.errors import AdminError, RefitError, Unreachable, UsageError
 from rollway.fleet.admin import RefitRefused, StageReply
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.gateway.replies import Refused
 from rollway.integrations.prime_rl.broadcast import BroadcastSender
 from rollway.integrations.prime_rl.directories import BroadcastRules

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from rollway.errors import UsageError, WeightsError
 from rollway.fleet.admin import StageReply
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.integrations.verl.verl_buckets import BucketSender, BucketUpdate, make_bucket_update
 from rollway.weights.offer import read_offer
 

@@ -29,8 +29,8 @@ from typing import Any
 
 from rollway.errors import AdminError, UsageError
 from rollway.fleet.admin import AdminAPI, NoSuchMethod, StageReply
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.integrations.nemo_rl.publish import DRAFT
 
 INIT_METHOD = "init_weight_transfer_engine"

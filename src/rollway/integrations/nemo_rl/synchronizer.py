@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollway.errors import RollwayError, UsageError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
+from rollway.fleet.workers import Worker
 from rollway.integrations.nemo_rl.config import OWN_CATALOG, WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.publish import ENGINE, PublishOptions, Scales

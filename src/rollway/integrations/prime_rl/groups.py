@@ -37,9 +37,9 @@ from rollway.fleet.admin import (
     call_all,
     start_and_wait,
 )
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.updates import Offered
+from rollway.fleet.workers import Worker
 from rollway.gateway.replies import Refused
 from rollway.integrations.prime_rl.directories import OFFER_FILE
 from rollway.integrations.prime_rl.memory import JoinedGroup, Memory

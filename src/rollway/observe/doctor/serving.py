@@ -6,8 +6,8 @@ import asyncio
 import math
 
 from rollway.errors import RequestFailed
-from rollway.fleet.discovery import Worker
 from rollway.fleet.foreign import Answer
+from rollway.fleet.workers import Worker
 from rollway.observe.doctor.subject import ONE_TOKEN, Findings, ModelWorkers, Subject
 from rollway.rollout.sampling import Sampling
 from rollway.versions import taint_of

@@ -24,7 +24,7 @@ from typing import Any
 
 from rollway import private_files
 from rollway.errors import RollwayError, StackNotRunning
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.stack.ray import cluster
 from rollway.stack.ray.keeper import COPY_PREFIX, LARGEST_PIECE
