@@ -151,6 +151,8 @@ class Coordinator:
                 world.broken(f"worker {worker.instance_id} is in doubt and generates")
             elif not all(paused.values()):
                 self._check_undone(worker, calls)
+            elif worker.paused and (worker.label or -1) >= 0 and not self._paused_by_user(worker):
+                world.broken(f"worker {worker.instance_id} was left paused")
         return outcome
 
     # --- promises ----------------------------------------------------------------------------

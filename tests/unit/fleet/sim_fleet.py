@@ -206,9 +206,13 @@ class SimWorker:
     def _fetch(self, request: SimRequest) -> set[str]:
         """Return the weights that computed the KV of the prompt."""
         if request.source is None:
-            return {self.cache.setdefault(request.salt, self.weights)}
+            return {self.cache.setdefault(self.find_key(request), self.weights)}
         kv, request.source = request.source.release(request) or {FREED}, None
         return kv
+
+    def find_key(self, request: SimRequest) -> str | None:
+        """Return under which key the blocks of the prompt are cached."""
+        return request.salt
 
     async def prefill(self, request: SimRequest) -> str:
         """Compute the prompt of a request, and hold its blocks until they are fetched."""
@@ -235,13 +239,17 @@ class SimWorker:
             if request.source is not None:
                 self._fetch(request)  # its blocks are freed
             return "aborted"
-        request.is_stamped = self.engine_label is not None
+        request.is_stamped = self.names_versions()
         if request.source is None:
             request.computed_for = self.engine_label
         self.queued.append(request)
         self.late += self.paused
         self.poke()
         return await request.done
+
+    def names_versions(self) -> bool:
+        """Return whether answers are stamped: without a label, the engine admits any version."""
+        return self.engine_label is not None
 
     def admits(self, request: SimRequest) -> bool:
         """Return whether the engine takes a request with this salt, and its KV."""
@@ -417,10 +425,10 @@ class SimWorker:
             self.label = order["leaving"]
             self.set_taints([])
             await asyncio.sleep(self.world.rng.uniform(0.0, 0.3))  # its event loop is busy
-            was_paused, before = self.paused, self.engine_label
+            was_paused, before = (self.paused, self.paused_by), self.engine_label
             if self.staged != order["identity"] or not await self._stop(order):
                 self.label, self.engine_label = label, before
-                self.paused, self.frozen = was_paused, False
+                (self.paused, self.paused_by), self.frozen = was_paused, False
                 self.poke()
                 self.set_taints(order["taints_before"])
                 raise RefitRefused("Nothing was staged, or the refit was cancelled.")
@@ -575,7 +583,7 @@ class World:
         self.unknown_seconds = 0.0
         """How long the router may send anything to a worker that has just joined."""
         self.answer_seconds = 0.0
-        """How long an answer takes from its worker to the client."""
+        """How long an answer takes from its worker to the client; canaries come at once."""
 
     @property
     def now(self) -> float:
@@ -589,9 +597,11 @@ class World:
 
     def join(self, ready_after: float = 0.0) -> SimWorker:
         """Start a worker on base weights; its launcher taints it and then labels it."""
+        return self.join_as(self._choose_role(), ready_after)
+
+    def join_as(self, role: str, ready_after: float = 0.0) -> SimWorker:
         number = len(self.workers) + 1
         # A supervisor starts it with the ports of a worker that died.
-        role = self._choose_role()
         ports = {w.port for w in self.workers.values() if w.role == role}
         free = {port for port in ports if self.at(port) is None}
         worker = SimWorker(self, number, min(free, default=20_000 + number), role)
@@ -648,7 +658,7 @@ class World:
         try:
             async with asyncio.timeout(timeout):
                 worker, reason = await route(request, taints, ext.get("backend_instance_id"))
-                await asyncio.sleep(self.answer_seconds)
+                await asyncio.sleep(0.0 if greedy else self.answer_seconds)
         except TimeoutError:
             raise Unreachable("no answer") from None
         finally:
@@ -803,7 +813,7 @@ class SimAdmin(AdminAPI):
             """Run once the worker wakes up, even if the caller has left."""
             await sim.awake.wait()
             if fault == "refuse":
-                raise AdminError(f"{worker} refuses.")
+                raise (RefitRefused if route == "refit" else AdminError)(f"{worker} refuses.")
             answer = act(sim, fault) if sim.alive else None
             return await answer if inspect.isawaitable(answer) else answer
 
