@@ -36,7 +36,7 @@ class NaiveBook(FleetVersions):
     """Sends every request without a taint and without a salt."""
 
     def ticket(self, version: int | None = None) -> Ticket:
-        return Ticket(self.current, None, None, self.epoch)
+        return Ticket(self.current, None, None)
 
 
 class NaiveRollouts(Rollouts):

@@ -42,6 +42,9 @@ MAX_PARALLEL_CALLS = 128
 IN_DOUBT = -1
 """The label of a worker whose weights are unknown. Every negative label means that no version is
 served; see `leaving_label`."""
+UNVERIFIED = -2
+"""The label of a foreign worker that has loaded an update, and of which nobody knows yet whether it
+is the right one."""
 ASK_SECONDS = 0.5
 """The first wait before a worker that sent no notification is asked; later waits are longer."""
 
@@ -324,12 +327,12 @@ def as_usage_error(error: AdminError) -> RollwayError:
 
 def leaving_label(version: int) -> int:
     """Return the label of a worker that has served nothing since `version`."""
-    return IN_DOUBT - 1 - version
+    return UNVERIFIED - 1 - version
 
 
 def version_left(label: int | None) -> int | None:
     """Return the version of a `leaving_label`; None for any other label."""
-    return None if label is None or label >= IN_DOUBT else IN_DOUBT - 1 - label
+    return None if label is None or label >= UNVERIFIED else UNVERIFIED - 1 - label
 
 
 def parse_label(label: Any) -> int | None:

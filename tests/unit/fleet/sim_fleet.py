@@ -666,7 +666,8 @@ class World:
                 w.end(request, "aborted")
         ids = request.tokens
         return {
-            "choices": [{"logprobs": {"token_logprobs": [-1.0 / (1 + t) for t in ids]}}],
+            # Apart from each other, so that the canaries of two sets of weights never agree.
+            "choices": [{"logprobs": {"token_logprobs": [-(t % 97) / 10 for t in ids]}}],
             "nvext": {
                 "completion_token_ids": ids,
                 "worker_id": {
