@@ -18,7 +18,6 @@ from typing import Any, get_args
 from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
 from rollway.fleet.admin import (
-    AdminAPI,
     Facts,
     PauseMode,
     call_all,
@@ -71,7 +70,7 @@ class Fleet:
         *,
         model: str | None = None,
         timeouts: AdminTimeouts | None = None,
-        admin: AdminAPI | None = None,
+        admin: DynamoAdmin | None = None,
         roots: Sequence[Path] = (),
         reference: Path | None = None,
         canary: Ask | None = None,
@@ -84,7 +83,7 @@ class Fleet:
         self.model = model
         self.versions = FleetVersions()
         self._secret = read_stack_secret() if secret is None else secret
-        self.admin: AdminAPI = admin or DynamoAdmin(http, timeouts, self._secret)
+        self.admin: DynamoAdmin = admin or DynamoAdmin(http, timeouts, self._secret)
         self.membership = Membership(
             http,
             RlListing(source) if isinstance(source, str) else source,

@@ -35,7 +35,6 @@ from rollway.errors import AdminError, RequestFailed, RolloutError, RollwayError
 from rollway.fleet.admin import (
     IN_DOUBT,
     UNVERIFIED,
-    AdminAPI,
     AnotherProcess,
     NoSuchMethod,
     PauseMode,
@@ -43,6 +42,7 @@ from rollway.fleet.admin import (
     leaving_label,
     run_to_the_end,
 )
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
@@ -137,7 +137,7 @@ class _ForeignMove:
     """The single calls that move one worker."""
 
     worker: WorkerRefit
-    connection: AdminAPI
+    connection: DynamoAdmin
 
     async def leave(self, mode: PauseMode) -> None:
         """Label the worker as leaving, take it out of the routing, and pause it."""
@@ -239,7 +239,7 @@ class _ForeignMove:
         worker.report.resume_seconds = sum(worker.report.steps[name] for name in ("open", "resume"))
         worker.note_service(worker.report.proof)
 
-    async def _check_process(self, connection: AdminAPI) -> None:
+    async def _check_process(self, connection: DynamoAdmin) -> None:
         """Raise unless the connection reaches the process whose label was read before."""
         before = self.worker.label
         label = (await connection.read(self.worker.worker)).label

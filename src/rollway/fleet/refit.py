@@ -53,12 +53,12 @@ from typing import TypeVar
 from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet import foreign
 from rollway.fleet.admin import (
-    AdminAPI,
     OtherSecret,
     PauseMode,
     collect_failures,
     run_to_the_end,
 )
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.foreign import CanaryCheck
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
 from rollway.fleet.updates import Update
@@ -117,7 +117,7 @@ def split_in_shares(workers: Sequence[W], share: float, get_role: GetRole[W]) ->
 class Refit:
     """One run of the protocol over the whole fleet."""
 
-    admin: AdminAPI
+    admin: DynamoAdmin
     versions: FleetVersions
     update: Update
     version: int

@@ -26,13 +26,13 @@ from rollway.engine.core import read_version
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
 from rollway.fleet import fleet, foreign, refit, sleep, updates, worker_refit, workers
 from rollway.fleet.admin import (
-    AdminAPI,
     AnotherProcess,
     Facts,
     NoSuchMethod,
     RefitRefused,
     StageReply,
 )
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.updates import FromDisk
 from rollway.fleet.workers import Worker
 from rollway.rollout import sender
@@ -770,8 +770,8 @@ class SimUpdate(FromDisk):
         return False
 
 
-class SimAdmin(AdminAPI):
-    """`AdminAPI` over simulated workers, with the faults of `World.faults`. A call reaches the
+class SimAdmin(DynamoAdmin):
+    """`DynamoAdmin` over simulated workers, with the faults of `World.faults`. A call reaches the
     worker that listens at the address; over a pinned connection it reaches one worker or none."""
 
     def __init__(self, world: World, owner: SimAdmin | None = None) -> None:
