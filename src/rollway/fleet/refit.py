@@ -458,8 +458,9 @@ class Refit:
 
     def _can_release(self, worker: WorkerRefit) -> bool:
         """Return whether no decode worker reads the KV of this prefill worker any more: each has
-        the new version, or is gone. One in doubt may still read."""
-        left = ("serving", "gone", "replaced", "joining")
+        the new version, or is gone. One in doubt may still read, and one that joins may get its
+        label and requests of the old version at any moment."""
+        left = ("serving", "gone", "replaced")
         decoding = [w for w in self.workers.values() if w.worker.role == "decode"]
         return worker.worker.role == "prefill" and all(w.report.state in left for w in decoding)
 

@@ -278,6 +278,12 @@ class Recipes:
         if self.record is not None and isinstance(update, FromDisk):
             self.record.put(version, update.path)
 
+    def find_newest(self, known: int | None) -> int | None:
+        """Return the newest version that this process knows or another has recorded: a worker may
+        have left it without a label that says so, and must not be taken back."""
+        recorded = self.record.get() if self.record is not None else None
+        return max((v for v in (known, recorded and recorded[0]) if v is not None), default=None)
+
     def find(self, version: int) -> Update | None:
         """Return the update of a version, from this process or from the record."""
         if self._last is not None and self._last[0] == version:

@@ -438,6 +438,7 @@ class SimWorker:
             self.clear(None)
             self.engine_label, self.issued_by = order["version"], None
             if order["mode"] == "keep":
+                self.cache = {}  # the frozen requests lose their blocks, too
                 for request in self.queued + self.running:
                     request.kv = {self.weights} if request in self.running else set()
                     request.switches.append((len(request.tokens), order["version"]))
@@ -575,7 +576,9 @@ class World:
         self.lock = asyncio.Lock()
         self.recipe: tuple[int, Path] | None = None
         self.claimed: dict[int, str] = {}
-        self.listed_at, self.listing_fails, self.listings = 0.0, 0, 0
+        self.listed_by: dict[int, float] = {}
+        """When each operation last listed the workers."""
+        self.listing_fails, self.listings = 0, 0
         self.sleep_mode = True
         """Whether the engines were started with sleep mode."""
         self.stalling = {"prefill": 0.05, "decode": 0.05}
@@ -617,7 +620,7 @@ class World:
         return min(("prefill", "decode"), key=alive.count) if self.pools else ""
 
     async def listing(self, *_: Any, **__: Any) -> list[Worker]:
-        self.listed_at, self.listings = self.now, self.listings + 1
+        self.listed_by[OP.get()], self.listings = self.now, self.listings + 1
         hung = any(w.alive and not w.awake.is_set() for w in self.workers.values())
         await asyncio.sleep(5.0 if hung else 0.002)  # the frontend probes them all
         if self.listing_fails:
@@ -635,7 +638,7 @@ class World:
 
     async def instances(self, *_: Any, **__: Any) -> frozenset[int] | None:
         """Answer without asking the workers, as the frontend's /health does."""
-        self.listed_at = self.now
+        self.listed_by[OP.get()] = self.now
         await asyncio.sleep(0.001)  # the way to the frontend
         if self.listing_fails:
             return None
