@@ -48,7 +48,7 @@ async def _bench_fleet(spec: StackSpec) -> dict[str, Any]:
         if not workers:
             raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
         sample = workers[:_REPEATS]
-        probe = max([await measure(fleet.admin.weight_version(worker)) for worker in sample])
+        probe = max([await measure(fleet.admin.read(worker)) for worker in sample])
         order = await _measure_signature(http, workers[0], secret)
         listing = statistics.median([await measure(fleet.workers()) for _ in range(_REPEATS)])
         singles = [make_single(http, fleet, worker, secret) for worker in sample]

@@ -239,7 +239,7 @@ class Layers:
         if not _is_linear(layer) or len(layer.lora_a_stacked) != slices:
             raise RuntimeError(
                 f"{name} belongs to a {type(layer).__name__}, whose adapters cannot be verified; "
-                "load it from files (AdminAPI.load_lora)"
+                "load it from files (fleet.admin.load_lora)"
             )
         return layer, index
 

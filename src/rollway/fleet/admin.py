@@ -1,4 +1,4 @@
-"""The admin calls of a worker: the `AdminAPI` protocol, labels, errors, and calls on many workers.
+"""What the admin calls of a worker share: labels, facts, errors, and calls on many workers.
 
     none, since v ◄── leaves service ── v ◄── enters service, last of all
     (`leaving_label`)                   (its version)
@@ -6,7 +6,7 @@
 A worker has one label: its version while it serves one, else a negative number, or none at all
 before anybody has labelled it.
 
-`dynamo_admin` implements the protocol for Dynamo's workers, `vllm_admin` for plain vLLM servers.
+`dynamo_admin` has the calls to Dynamo's workers, `vllm_admin` those to plain vLLM servers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.workers import Worker, is_dead
 from rollway.weights.offer import STILL
+
+if TYPE_CHECKING:
+    from rollway.fleet.dynamo_admin import DynamoAdmin
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -42,6 +44,9 @@ MAX_PARALLEL_CALLS = 128
 IN_DOUBT = -1
 """The label of a worker whose weights are unknown. Every negative label means that no version is
 served; see `leaving_label`."""
+UNVERIFIED = -2
+"""The label of a foreign worker that has loaded an update, and of which nobody knows yet whether it
+is the right one."""
 ASK_SECONDS = 0.5
 """The first wait before a worker that sent no notification is asked; later waits are longer."""
 
@@ -93,117 +98,6 @@ class StageReply:
     """The state of the weights in every rank; empty if the worker is still starting and has staged
     nothing."""
     sleep_level: int = 0
-
-
-class AdminAPI(Protocol):
-    """The admin calls of every worker. Each raises `AdminError` with the worker and the reason.
-    Workers that take no orders raise `NoSuchMethod` for those below `pin`."""
-
-    taints: bool
-    """Whether a router respects `set_taints`."""
-
-    async def health(self, worker: Worker) -> bool: ...
-
-    async def pause(
-        self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
-    ) -> None:
-        """Stop generating. `wait` lets running requests finish, `keep` freezes them, `abort` ends
-        running and queued ones. Blocks of one policy must not serve the next, so the KV cache is
-        cleared by default."""
-        ...
-
-    async def resume(self, worker: Worker) -> None: ...
-
-    async def flush_cache(self, worker: Worker) -> None:
-        """Drop cached prefixes, except blocks that running requests hold."""
-        ...
-
-    async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
-        """Load a checkpoint directory by the engine's own method. The worker must be paused."""
-        ...
-
-    async def update_distributed(
-        self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]
-    ) -> None:
-        """Run an engine method that receives weights. The worker must be paused."""
-        ...
-
-    async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
-        """Run an engine method that changes no weights; raise `NoSuchMethod` if it is missing."""
-        ...
-
-    async def load_lora(
-        self, worker: Worker, name: str, path: Path, *, fresh: bool = False
-    ) -> int | None:
-        """Load an adapter; reload it if the name is in use. `fresh` promises that this name and
-        path never stood for other weights, so neither a reload nor a cache flush is needed. Return
-        the engine's number of the adapter, or None if the engine does not report it."""
-        ...
-
-    async def unload_lora(self, worker: Worker, name: str) -> None: ...
-
-    async def read(self, worker: Worker) -> Facts:
-        """Return the worker's label, and what state it is in."""
-        ...
-
-    async def declare_version(self, worker: Worker, version: int) -> None:
-        """Set the label only; `IN_DOUBT` means that the worker's weights are unknown."""
-        ...
-
-    async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
-        """Set the taints: the router sends requests here that require one of them, or none."""
-        ...
-
-    def pin(self) -> AbstractAsyncContextManager[AdminAPI]:
-        """Return a client for one worker that is pinned to one connection. Once that breaks, its
-        calls fail: they never reach another process at the same address."""
-        ...
-
-    async def init_group(
-        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
-    ) -> None:
-        """Join a group for weight transfer; the trainer must join it at the same time."""
-        raise refuse_order(worker)
-
-    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
-        """Have a worker stage weights, and return its answer when that has ended, or after the
-        order's `seconds`. May be repeated. A worker that sleeps takes the memory of its weights
-        back. Raise `NoSuchMethod` if the worker is a foreign one."""
-        raise refuse_order(worker)
-
-    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Have a worker move to its staged weights, and return its report. Raise `RefitRefused` if
-        it has not begun, `AnotherProcess` if it is gone, and `StillAsleep` if it has the weights
-        and cannot serve them."""
-        raise refuse_order(worker)
-
-    async def cancel_refit(self, worker: Worker) -> None:
-        """End a refit that still waits for running requests; it is then refused."""
-        raise refuse_order(worker)
-
-    async def discard(self, worker: Worker, identity: str) -> None:
-        """Have a worker free weights that it staged; one that slept sleeps again."""
-        raise refuse_order(worker)
-
-    async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
-        """Return the memory of every rank; with a level, also why it may not sleep at it."""
-        raise refuse_order(worker)
-
-    async def sleep(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Have a worker leave the routing, stop generating, drop its KV cache and release memory.
-        Level 1 keeps the weights in the host's memory, level 2 forgets them. Return seconds, and
-        the memory before and after."""
-        raise refuse_order(worker)
-
-    async def wake(self, worker: Worker) -> dict[str, Any]:
-        """Have a worker take its memory back and serve the version from before its sleep. Return
-        the same as `sleep` and the version; or `is_awake`, if there was nothing to do or nothing
-        but a refit helps."""
-        raise refuse_order(worker)
-
-
-def refuse_order(worker: Worker) -> NoSuchMethod:
-    return NoSuchMethod(f"{worker} takes no orders of Rollway.", "Start the workers by Rollway.")
 
 
 async def call_all(
@@ -263,7 +157,7 @@ Call = tuple[str, Mapping[str, Any]]
 
 
 async def start_and_wait(
-    admin: AdminAPI,
+    admin: DynamoAdmin,
     worker: Worker,
     start: Call,
     check: Callable[[], Awaitable[None]],
@@ -324,12 +218,12 @@ def as_usage_error(error: AdminError) -> RollwayError:
 
 def leaving_label(version: int) -> int:
     """Return the label of a worker that has served nothing since `version`."""
-    return IN_DOUBT - 1 - version
+    return UNVERIFIED - 1 - version
 
 
 def version_left(label: int | None) -> int | None:
     """Return the version of a `leaving_label`; None for any other label."""
-    return None if label is None or label >= IN_DOUBT else IN_DOUBT - 1 - label
+    return None if label is None or label >= UNVERIFIED else UNVERIFIED - 1 - label
 
 
 def parse_label(label: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""`AdminAPI` of Dynamo's workers, over their `/engine` routes.
+"""The admin calls to Dynamo's workers, over their `/engine` routes.
 
 Dynamo answers HTTP 200 even when a call failed, with `status: error` in the body; here that raises
 `AdminError`. Calls that are safe to repeat are retried. A call that changes weights is sent once:
@@ -8,13 +8,12 @@ if its answer was lost, the update may have been applied.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
+from rollway.errors import AdminError, RequestFailed, Unreachable
 from rollway.fleet.admin import (
-    AdminAPI,
     AnotherProcess,
     Facts,
     NoSuchMethod,
@@ -25,7 +24,6 @@ from rollway.fleet.admin import (
     StillAsleep,
     is_missing_method,
     parse_label,
-    refuse_order,
     unwrap_engine_error,
 )
 from rollway.fleet.workers import Worker
@@ -58,10 +56,12 @@ _UNADVERTISED = {
 }
 
 
-class DynamoAdmin(AdminAPI):
-    """`AdminAPI` of Dynamo's workers: `POST {admin_url}/engine/<route>`."""
+class DynamoAdmin:
+    """The calls to Dynamo's workers: `POST {admin_url}/engine/<route>`. Each raises `AdminError`
+    with the worker and the reason; an order `NoSuchMethod`, if the worker is a foreign one."""
 
     taints = True
+    """Whether a router respects `set_taints`."""
 
     def __init__(
         self,
@@ -77,21 +77,23 @@ class DynamoAdmin(AdminAPI):
         self._processes: dict[str, str] = {} if processes is None else processes
         """The name of the process at each admin address; empty for a process without a guard."""
 
-    @asynccontextmanager
-    async def pin(self) -> AsyncIterator[AdminAPI]:
-        async with self._http.pin() as http:
-            yield DynamoAdmin(http, self._timeouts, self._secret, self._processes)
+    def pin(self) -> AbstractAsyncContextManager[DynamoAdmin]:
+        """Return a client for one worker that is pinned to one connection. Once that breaks, its
+        calls fail: they never reach another process at the same address."""
 
-    async def health(self, worker: Worker) -> bool:
-        try:
-            reply = await self._post(worker, "liveness_probe", {}, retry=ONCE)
-        except RollwayError:
-            return False
-        return reply.get("alive") is True
+        @asynccontextmanager
+        async def pin() -> AsyncIterator[DynamoAdmin]:
+            async with self._http.pin() as http:
+                yield DynamoAdmin(http, self._timeouts, self._secret, self._processes)
+
+        return pin()
 
     async def pause(
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
     ) -> None:
+        """Stop generating. `wait` lets running requests finish, `keep` freezes them, `abort` ends
+        running and queued ones. Blocks of one policy must not serve the next, so the KV cache is
+        cleared by default."""
         body = {"mode": mode, "clear_cache": clear_cache}
         await self._post(worker, "pause_generation", body, self._timeouts.pause)
 
@@ -99,20 +101,24 @@ class DynamoAdmin(AdminAPI):
         await self._post(worker, "resume_generation", {}, self._timeouts.pause)
 
     async def flush_cache(self, worker: Worker) -> None:
+        """Drop cached prefixes, except blocks that running requests hold."""
         await self._post(worker, "flush_cache", {})
 
     async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
+        """Load a checkpoint directory by the engine's own method. The worker must be paused."""
         body, limit = {"model_path": str(path), "weight_version": version}, self._timeouts.update
         await self._post(worker, "update_weights_from_disk", body, limit, retry=ONCE)
 
     async def update_distributed(
         self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]
     ) -> None:
+        """Run an engine method that receives weights. The worker must be paused."""
         body = {**arguments, "engine_rpc": method, "weight_version": version}
         limit = self._timeouts.update
         await self._post(worker, "update_weights_from_distributed", body, limit, retry=ONCE)
 
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
+        """Run an engine method that changes no weights; raise `NoSuchMethod` if it is missing."""
         # Without a version and without a cache reset, this route only runs the method.
         body = {**arguments, "engine_rpc": method}
         body |= {"allow_unpaused": True, "reset_prefix_cache": False}
@@ -122,6 +128,7 @@ class DynamoAdmin(AdminAPI):
     async def init_group(
         self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
     ) -> None:
+        """Join a group for weight transfer; the trainer must join it at the same time."""
         body = {**arguments, **({"engine_rpc": method} if method else {})}
         limit = RENDEZVOUS_SECONDS + self._timeouts.probe
         try:
@@ -139,6 +146,9 @@ class DynamoAdmin(AdminAPI):
     async def load_lora(
         self, worker: Worker, name: str, path: Path, *, fresh: bool = False
     ) -> int | None:
+        """Load an adapter; reload it if the name is in use. `fresh` promises that this name and
+        path never stood for other weights, so neither a reload nor a cache flush is needed. Return
+        the engine's number of the adapter, or None if the engine does not report it."""
         body = {"lora_name": name, "source": {"uri": path.resolve().as_uri()}}
         reply = await self._post(worker, "load_lora", body, self._timeouts.update, retry=ONCE)
         if "already loaded" in str(reply.get("message", "")) and not fresh:
@@ -156,6 +166,7 @@ class DynamoAdmin(AdminAPI):
         await self._post(worker, "unload_lora", body, self._timeouts.pause, retry=ONCE)
 
     async def read(self, worker: Worker) -> Facts:
+        """Return the worker's label, and what state it is in."""
         reply = await self._post(worker, "get_weight_version", {})
         return Facts(
             parse_label(reply.get("version")),
@@ -165,12 +176,17 @@ class DynamoAdmin(AdminAPI):
         )
 
     async def declare_version(self, worker: Worker, version: int) -> None:
+        """Set the label only; `IN_DOUBT` means that the worker's weights are unknown."""
         await self._post(worker, "set_weight_version", {"weight_version": version})
 
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
+        """Set the taints: the router sends requests here that require one of them, or none."""
         await self._post(worker, "model_taints", {"taints": list(taints)})
 
     async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
+        """Have a worker stage weights, and return its answer when that has ended, or after the
+        order's `seconds`. May be repeated. A worker that sleeps takes the memory of its weights
+        back. Raise `NoSuchMethod` if the worker is a foreign one."""
         limit = self._timeouts.probe + order["seconds"]
         reply = await self._post_order(worker, STAGE, order, limit, retry=ONCE)
         if reply.get("refits") is not True:
@@ -179,23 +195,35 @@ class DynamoAdmin(AdminAPI):
         return StageReply(label, list(reply["ranks"]), int(reply.get("asleep") or 0))
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a worker move to its staged weights, and return its report. Raise `RefitRefused` if
+        it has not begun, `AnotherProcess` if it is gone, and `StillAsleep` if it has the weights
+        and cannot serve them."""
         limit = self._timeouts.update + self._timeouts.pause
         return await self._post_order(worker, REFIT, order, limit, retry=ONCE)
 
     async def cancel_refit(self, worker: Worker) -> None:
+        """End a refit that still waits for running requests; it is then refused."""
         await self._post_order(worker, CANCEL, {})
 
     async def discard(self, worker: Worker, identity: str) -> None:
+        """Have a worker free weights that it staged; one that slept sleeps again."""
         await self._post_order(worker, DISCARD, {"identity": identity}, self._timeouts.pause)
 
     async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
+        """Return the memory of every rank; with a level, also why it may not sleep at it."""
         reply = await self._post_order(worker, MEMORY, {"level": level})
         return list(reply["ranks"])
 
     async def sleep(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a worker leave the routing, stop generating, drop its KV cache and release memory.
+        Level 1 keeps the weights in the host's memory, level 2 forgets them. Return seconds, and
+        the memory before and after."""
         return await self._post_order(worker, SLEEP, order, self._timeouts.pause, retry=ONCE)
 
     async def wake(self, worker: Worker) -> dict[str, Any]:
+        """Have a worker take its memory back and serve the version from before its sleep. Return
+        the same as `sleep` and the version; or `is_awake`, if there was nothing to do or nothing
+        but a refit helps."""
         return await self._post_order(worker, WAKE, {}, self._timeouts.pause)
 
     async def _post_order(
@@ -289,6 +317,10 @@ class DynamoAdmin(AdminAPI):
                     raise
             self._processes[worker.admin_url] = process
         return process
+
+
+def refuse_order(worker: Worker) -> NoSuchMethod:
+    return NoSuchMethod(f"{worker} takes no orders of Rollway.", "Start the workers by Rollway.")
 
 
 def _is_for_another_process(reply: Any) -> bool:

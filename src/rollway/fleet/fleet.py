@@ -18,7 +18,6 @@ from typing import Any, get_args
 from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
 from rollway.fleet.admin import (
-    AdminAPI,
     Facts,
     PauseMode,
     call_all,
@@ -71,7 +70,7 @@ class Fleet:
         *,
         model: str | None = None,
         timeouts: AdminTimeouts | None = None,
-        admin: AdminAPI | None = None,
+        admin: DynamoAdmin | None = None,
         roots: Sequence[Path] = (),
         reference: Path | None = None,
         canary: Ask | None = None,
@@ -84,7 +83,7 @@ class Fleet:
         self.model = model
         self.versions = FleetVersions()
         self._secret = read_stack_secret() if secret is None else secret
-        self.admin: AdminAPI = admin or DynamoAdmin(http, timeouts, self._secret)
+        self.admin: DynamoAdmin = admin or DynamoAdmin(http, timeouts, self._secret)
         self.membership = Membership(
             http,
             RlListing(source) if isinstance(source, str) else source,
@@ -185,11 +184,14 @@ class Fleet:
 
     async def _pause(self, worker: Worker, mode: PauseMode, clear_cache: bool) -> None:
         await self.admin.set_taints(worker, [])
-        await self.admin.pause(worker, mode, clear_cache=clear_cache)
-        if self.versions.tainted and mode != "keep":
-            # Requests that a router sent meanwhile would hang until the resume.
-            await asyncio.sleep(ROUTING_SECONDS)
-            await self.admin.pause(worker, "abort", clear_cache=clear_cache)
+        if mode == "keep":
+            await self.admin.pause(worker, mode, clear_cache=clear_cache)
+            return
+        await self.admin.pause(worker, mode, clear_cache=False)
+        # Requests that a router sent meanwhile would hang until the resume. With prefill and decode
+        # apart, some may wait for KV, and vLLM does not clear its cache then.
+        await asyncio.sleep(ROUTING_SECONDS)
+        await self.admin.pause(worker, "abort", clear_cache=clear_cache)
 
     async def _put_back(self, worker: Worker) -> None:
         """Resume a worker with the version that its label declares. One that a refit has left
@@ -467,7 +469,7 @@ class Fleet:
         async with self._lock, self._guard():
             self._learn_claims()
             await self.read_versions()
-            version = self.versions.newest
+            version = self._recipes.find_newest(self.versions.newest)
             update = None if version is None else self._recipes.find(version)
             if version is None or update is None or not update.repeatable:
                 return None

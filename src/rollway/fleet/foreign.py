@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING
 from rollway.errors import AdminError, RequestFailed, RolloutError, RollwayError, Unreachable
 from rollway.fleet.admin import (
     IN_DOUBT,
-    AdminAPI,
+    UNVERIFIED,
     AnotherProcess,
     NoSuchMethod,
     PauseMode,
@@ -41,6 +42,7 @@ from rollway.fleet.admin import (
     leaving_label,
     run_to_the_end,
 )
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
@@ -135,7 +137,7 @@ class _ForeignMove:
     """The single calls that move one worker."""
 
     worker: WorkerRefit
-    connection: AdminAPI
+    connection: DynamoAdmin
 
     async def leave(self, mode: PauseMode) -> None:
         """Label the worker as leaving, take it out of the routing, and pause it."""
@@ -194,7 +196,9 @@ class _ForeignMove:
         worker.report.state = "updating"
         await worker.step("update")
         worker.versions.mark_issued(worker.instance_id)
-        await worker.refit.update.load(self.connection, worker.worker, IN_DOUBT)
+        if worker.label is None:  # if this ends half done, no user's resume may revive it
+            await self.connection.declare_version(worker.worker, IN_DOUBT)
+        await worker.refit.update.load(self.connection, worker.worker, UNVERIFIED)
         worker.lap("update")
         await worker.step("flush")
         await self.connection.flush_cache(worker.worker)
@@ -205,7 +209,7 @@ class _ForeignMove:
         worker = self.worker
         await worker.step("verify")
         label = (await self.connection.read(worker.worker)).label
-        if label != IN_DOUBT:
+        if label != UNVERIFIED:
             raise AdminError(
                 f"{worker.worker} reported success and has not applied the update (its label is "
                 f"{label})."
@@ -235,7 +239,7 @@ class _ForeignMove:
         worker.report.resume_seconds = sum(worker.report.steps[name] for name in ("open", "resume"))
         worker.note_service(worker.report.proof)
 
-    async def _check_process(self, connection: AdminAPI) -> None:
+    async def _check_process(self, connection: DynamoAdmin) -> None:
         """Raise unless the connection reaches the process whose label was read before."""
         before = self.worker.label
         label = (await connection.read(self.worker.worker)).label
@@ -298,16 +302,14 @@ Ask = Callable[[Worker], Awaitable[Answer]]
 def make_canary(http: Http, frontend_url: str, model: str, *, timeout: float = 60.0) -> Ask:
     """Return a function that asks one worker, whatever the router would choose."""
     url = f"{frontend_url.rstrip('/')}/v1/completions"
-    runs = 0
 
     async def ask(worker: Worker) -> Answer:
-        nonlocal runs
-        runs += 1
         body = completion_request(
             model,
             PROMPT,
             _SAMPLING,
-            cache_salt=f"canary-{runs}",  # a cached prefix would be of the old weights
+            # A cached prefix would be of the old weights, also one that another process has left.
+            cache_salt=f"canary-{secrets.token_hex(8)}",
             pin=worker.instance_id,
         )
         assembly = DynamoAssembly(_SAMPLING, len(PROMPT))

@@ -53,12 +53,12 @@ from typing import TypeVar
 from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet import foreign
 from rollway.fleet.admin import (
-    AdminAPI,
     OtherSecret,
     PauseMode,
     collect_failures,
     run_to_the_end,
 )
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.foreign import CanaryCheck
 from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
 from rollway.fleet.updates import Update
@@ -117,7 +117,7 @@ def split_in_shares(workers: Sequence[W], share: float, get_role: GetRole[W]) ->
 class Refit:
     """One run of the protocol over the whole fleet."""
 
-    admin: AdminAPI
+    admin: DynamoAdmin
     versions: FleetVersions
     update: Update
     version: int
@@ -458,8 +458,9 @@ class Refit:
 
     def _can_release(self, worker: WorkerRefit) -> bool:
         """Return whether no decode worker reads the KV of this prefill worker any more: each has
-        the new version, or is gone. One in doubt may still read."""
-        left = ("serving", "gone", "replaced", "joining")
+        the new version, or is gone. One in doubt may still read, and one that joins may get its
+        label and requests of the old version at any moment."""
+        left = ("serving", "gone", "replaced")
         decoding = [w for w in self.workers.values() if w.worker.role == "decode"]
         return worker.worker.role == "prefill" and all(w.report.state in left for w in decoding)
 

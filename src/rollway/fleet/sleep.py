@@ -13,13 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from rollway.errors import AdminError, UsageError
 from rollway.fleet.admin import (
     IN_DOUBT,
-    AdminAPI,
     NoSuchMethod,
     PauseMode,
     call_all,
@@ -28,6 +27,7 @@ from rollway.fleet.admin import (
     run_to_the_end,
     version_left,
 )
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.report import SleepReport, WorkerSleep
 from rollway.fleet.workers import Worker
 from rollway.versions import FleetVersions, taint_of
@@ -39,11 +39,9 @@ LEVELS = (1, 2)
 class Sleeper:
     """Sleep and wake of the workers of one fleet."""
 
-    admin: AdminAPI
+    admin: DynamoAdmin
     versions: FleetVersions
     supervised: Callable[[Worker], bool]
-    _before: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """The memory of each worker before its last sleep, as far as this process knows it."""
 
     async def sleep(self, workers: Sequence[Worker], level: int, mode: PauseMode) -> SleepReport:
         """Put these workers to sleep; raise before anything changes if one of them may not."""
@@ -143,7 +141,6 @@ class _WorkerSleep:
         self._note_sleep(level, reply["ranks"])
         self.report.seconds["sleep"] = reply["seconds"]
         self.report.memory["before"] = reply["before"]
-        self._fleet._before[self._worker.instance_id] = reply["before"]
 
     def _note_sleep(self, level: int, ranks: list[dict[str, Any]]) -> None:
         report, label = self.report, self._label
@@ -171,9 +168,7 @@ class _WorkerSleep:
             report.version = None if label is None or label < 0 else label
         else:
             report.state, report.version = "serving", int(reply["version"])
-            before = self._fleet._before.pop(worker.instance_id, None)
-            report.memory = {} if before is None else {"before": before}
-            report.memory |= {"asleep": reply["before"], "after": reply["ranks"]}
+            report.memory = {"asleep": reply["before"], "after": reply["ranks"]}
             report.seconds["wake"] = reply["seconds"]
         if report.version is not None:
             self._versions.mark_serving(worker.instance_id, report.version)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet.admin import AdminAPI, NoSuchMethod, StageReply, as_usage_error
+from rollway.fleet.admin import NoSuchMethod, StageReply, as_usage_error
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.workers import Worker
 from rollway.versions import VersionRecord
 from rollway.weights.checkpoint import (
@@ -56,7 +57,7 @@ class Update(Protocol):
         """Check the weights; raise `UsageError` before any worker is involved."""
         ...
 
-    async def stage(self, admin: AdminAPI, worker: Worker, *, needs_label: bool) -> StageReply:
+    async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
         """Have a worker stage the weights; raise `NoSuchMethod` if it is a foreign one. With
         `needs_label`, a worker that has no label yet is left alone."""
         ...
@@ -69,7 +70,7 @@ class Update(Protocol):
         """Raise if a foreign worker cannot load these weights; `why` says why it is one."""
         ...
 
-    async def load(self, admin: AdminAPI, worker: Worker, label: int) -> None:
+    async def load(self, admin: DynamoAdmin, worker: Worker, label: int) -> None:
         """Load the weights into a paused foreign worker, and set its label."""
         ...
 
@@ -123,7 +124,7 @@ class FromDisk:
         self.checkpoint = await asyncio.to_thread(check)
         self.path = self.checkpoint.path
 
-    async def stage(self, admin: AdminAPI, worker: Worker, *, needs_label: bool) -> StageReply:
+    async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
         assert self.checkpoint is not None
         where = {"path": str(self.path), "whole": self.whole}
         offer = Offer("files", 0, self.identity, self.checkpoint.nbytes, where).sign(self.secret)
@@ -145,7 +146,7 @@ class FromDisk:
             mismatches = differences(tensors, self.served, allow_cast=self.allow_cast)
             refuse_differences(mismatches, self.path)
 
-    async def load(self, admin: AdminAPI, worker: Worker, label: int) -> None:
+    async def load(self, admin: DynamoAdmin, worker: Worker, label: int) -> None:
         await admin.update_from_disk(worker, self.path, label)
         # The worker read the files that `prepare` checked only if nobody wrote in between.
         await self.check_unchanged()
@@ -179,7 +180,7 @@ class Offered:
     async def prepare(self) -> None:
         """Do nothing: the publisher has checked the weights."""
 
-    async def stage(self, admin: AdminAPI, worker: Worker, *, needs_label: bool) -> StageReply:
+    async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
         offer = self.offer_to(worker).sign(self.secret)
         seconds, cast = self.stage_seconds, self.allow_cast
         return await stage(admin, worker, offer, cast, seconds, needs_label=needs_label)
@@ -198,12 +199,12 @@ class Offered:
             "or refit from a checkpoint directory.",
         ) from why
 
-    async def load(self, admin: AdminAPI, worker: Worker, label: int) -> None:
+    async def load(self, admin: DynamoAdmin, worker: Worker, label: int) -> None:
         raise NotImplementedError  # no foreign worker passes `check_foreign`
 
 
 async def stage(
-    admin: AdminAPI,
+    admin: DynamoAdmin,
     worker: Worker,
     offer: Offer,
     allow_cast: bool = False,
@@ -276,6 +277,12 @@ class Recipes:
         self._last = version, update
         if self.record is not None and isinstance(update, FromDisk):
             self.record.put(version, update.path)
+
+    def find_newest(self, known: int | None) -> int | None:
+        """Return the newest version that this process knows or another has recorded: a worker may
+        have left it without a label that says so, and must not be taken back."""
+        recorded = self.record.get() if self.record is not None else None
+        return max((v for v in (known, recorded and recorded[0]) if v is not None), default=None)
 
     def find(self, version: int) -> Update | None:
         """Return the update of a version, from this process or from the record."""

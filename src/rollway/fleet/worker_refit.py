@@ -34,7 +34,6 @@ from rollway.errors import AdminError, RollwayError
 from rollway.fleet import foreign
 from rollway.fleet.admin import (
     IN_DOUBT,
-    AdminAPI,
     AnotherProcess,
     NoSuchMethod,
     PauseMode,
@@ -44,6 +43,7 @@ from rollway.fleet.admin import (
     run_to_the_end,
     version_left,
 )
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.report import WorkerReport
 from rollway.fleet.workers import Worker, is_dead
 from rollway.versions import FleetVersions, taint_of
@@ -84,7 +84,7 @@ class WorkerRefit:
         return self.worker.instance_id
 
     @property
-    def admin(self) -> AdminAPI:
+    def admin(self) -> DynamoAdmin:
         return self.refit.admin
 
     @property

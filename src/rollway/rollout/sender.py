@@ -307,9 +307,15 @@ class Sender:
             return False  # it migrated, and only the last worker's part may have been stamped
         if worker is not None and worker not in self._versions.by_worker:
             await self._refresh_workers()  # another process may have admitted it
-        if self._still_serves is None:
-            return self._versions.has_served(ticket, worker)
-        return await self._still_serves(ticket, worker)
+        # With prefill and decode apart, both have to be of the version.
+        for each in {worker, answer.prefill_worker_id or worker}:
+            if self._still_serves is None:
+                has_served = self._versions.has_served(ticket, each)
+            else:
+                has_served = await self._still_serves(ticket, each)
+            if not has_served:
+                return False
+        return True
 
     async def _make_stream_error(self, ticket: Ticket) -> RolloutError:
         """Return why the tokens of a stream cannot be attributed to its version."""

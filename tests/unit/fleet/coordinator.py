@@ -174,7 +174,9 @@ class Coordinator:
     def _check_serving(self, worker: SimWorker, version: int) -> None:
         """Check a worker after a refit that returned. A worker that got ready after the last
         listing is a joiner."""
-        if worker.ready_at >= self.world.listed_at or self._paused_by_user(worker):
+        if worker.ready_at >= self.world.listed_by.get(OP.get(), 0.0) or self._paused_by_user(
+            worker
+        ):
             return
         taints = (taint_of(version),) if self.world.tainting else ()
         state = worker.label, worker.weights, worker.taints, worker.paused

@@ -26,13 +26,13 @@ from rollway.engine.core import read_version
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
 from rollway.fleet import fleet, foreign, refit, sleep, updates, worker_refit, workers
 from rollway.fleet.admin import (
-    AdminAPI,
     AnotherProcess,
     Facts,
     NoSuchMethod,
     RefitRefused,
     StageReply,
 )
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.updates import FromDisk
 from rollway.fleet.workers import Worker
 from rollway.rollout import sender
@@ -438,6 +438,7 @@ class SimWorker:
             self.clear(None)
             self.engine_label, self.issued_by = order["version"], None
             if order["mode"] == "keep":
+                self.cache = {}  # the frozen requests lose their blocks, too
                 for request in self.queued + self.running:
                     request.kv = {self.weights} if request in self.running else set()
                     request.switches.append((len(request.tokens), order["version"]))
@@ -575,7 +576,9 @@ class World:
         self.lock = asyncio.Lock()
         self.recipe: tuple[int, Path] | None = None
         self.claimed: dict[int, str] = {}
-        self.listed_at, self.listing_fails, self.listings = 0.0, 0, 0
+        self.listed_by: dict[int, float] = {}
+        """When each operation last listed the workers."""
+        self.listing_fails, self.listings = 0, 0
         self.sleep_mode = True
         """Whether the engines were started with sleep mode."""
         self.stalling = {"prefill": 0.05, "decode": 0.05}
@@ -617,7 +620,7 @@ class World:
         return min(("prefill", "decode"), key=alive.count) if self.pools else ""
 
     async def listing(self, *_: Any, **__: Any) -> list[Worker]:
-        self.listed_at, self.listings = self.now, self.listings + 1
+        self.listed_by[OP.get()], self.listings = self.now, self.listings + 1
         hung = any(w.alive and not w.awake.is_set() for w in self.workers.values())
         await asyncio.sleep(5.0 if hung else 0.002)  # the frontend probes them all
         if self.listing_fails:
@@ -635,7 +638,7 @@ class World:
 
     async def instances(self, *_: Any, **__: Any) -> frozenset[int] | None:
         """Answer without asking the workers, as the frontend's /health does."""
-        self.listed_at = self.now
+        self.listed_by[OP.get()] = self.now
         await asyncio.sleep(0.001)  # the way to the frontend
         if self.listing_fails:
             return None
@@ -666,7 +669,8 @@ class World:
                 w.end(request, "aborted")
         ids = request.tokens
         return {
-            "choices": [{"logprobs": {"token_logprobs": [-1.0 / (1 + t) for t in ids]}}],
+            # Apart from each other, so that the canaries of two sets of weights never agree.
+            "choices": [{"logprobs": {"token_logprobs": [-(t % 97) / 10 for t in ids]}}],
             "nvext": {
                 "completion_token_ids": ids,
                 "worker_id": {
@@ -769,8 +773,8 @@ class SimUpdate(FromDisk):
         return False
 
 
-class SimAdmin(AdminAPI):
-    """`AdminAPI` over simulated workers, with the faults of `World.faults`. A call reaches the
+class SimAdmin(DynamoAdmin):
+    """`DynamoAdmin` over simulated workers, with the faults of `World.faults`. A call reaches the
     worker that listens at the address; over a pinned connection it reaches one worker or none."""
 
     def __init__(self, world: World, owner: SimAdmin | None = None) -> None:

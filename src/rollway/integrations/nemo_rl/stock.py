@@ -28,7 +28,8 @@ from threading import Thread
 from typing import Any
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet.admin import AdminAPI, NoSuchMethod, StageReply
+from rollway.fleet.admin import NoSuchMethod, StageReply
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.workers import Worker
 from rollway.integrations.nemo_rl.publish import DRAFT
@@ -68,7 +69,7 @@ class StockWire:
         info = {"names": list(names), "dtype_names": list(dtypes), "shapes": list(shapes)}
         return StockUpdate(info, self, fleet.admin)
 
-    async def form(self, admin: AdminAPI, workers: Sequence[Worker]) -> None:
+    async def form(self, admin: DynamoAdmin, workers: Sequence[Worker]) -> None:
         """Form a group with these workers, if it has not formed."""
         if {worker.instance_id for worker in workers} == self._members:
             return
@@ -178,7 +179,7 @@ class StockUpdate:
     info: dict[str, Any]
     """Names, dtypes and shapes: vLLM's NCCLWeightTransferUpdateInfo."""
     wire: StockWire
-    admin: AdminAPI
+    admin: DynamoAdmin
     """For calls to all workers."""
     repeatable: bool = True
     """While the refit runs: afterwards the trainer changes its weights."""
@@ -193,7 +194,7 @@ class StockUpdate:
     async def prepare(self) -> None:
         """Do nothing: the policy's tensors are known."""
 
-    async def stage(self, admin: AdminAPI, worker: Worker, *, needs_label: bool) -> StageReply:
+    async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
         self._ready[worker.instance_id] = worker
         raise NoSuchMethod("NeMo-RL's own collective sends the weights in the pause.")
 
@@ -203,7 +204,7 @@ class StockUpdate:
     async def check_unchanged(self) -> None:
         """Do nothing: the weights are in the trainer until they are sent."""
 
-    async def load(self, admin: AdminAPI, worker: Worker, label: int) -> None:
+    async def load(self, admin: DynamoAdmin, worker: Worker, label: int) -> None:
         """Receive the broadcast. A worker that waits in it for another never comes back, so nobody
         begins before everybody can."""
         current = self._join_round(worker)

@@ -30,13 +30,13 @@ import msgspec
 
 from rollway.errors import AdminError, RollwayError, Unreachable, UsageError, WeightsError
 from rollway.fleet.admin import (
-    AdminAPI,
     NoSuchMethod,
     RefitRefused,
     StageReply,
     call_all,
     start_and_wait,
 )
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.updates import Offered
 from rollway.fleet.workers import Worker
@@ -335,7 +335,7 @@ class GroupUpdate(Offered):
     _digests: dict[int, list[str]] = field(default_factory=dict)
     """What arrived, by worker: one digest for each of its ranks."""
 
-    async def stage(self, admin: AdminAPI, worker: Worker, *, needs_label: bool) -> StageReply:
+    async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
         """Have a worker receive the broadcast. If one fails, the others stop: they would wait for
         it until the time limit of a message."""
         if worker.instance_id not in self.seats:
