@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 
-from rollway.errors import AdminError, Unreachable
+from rollway.errors import AdminError, Unreachable, UsageError
+from rollway.fleet import admin as admin_module
 from rollway.fleet.admin import (
     IN_DOUBT,
+    UNVERIFIED,
     AnotherProcess,
     Facts,
     NoSuchMethod,
@@ -21,12 +25,14 @@ from rollway.fleet.admin import (
     StillAsleep,
     leaving_label,
     parse_label,
+    start_and_wait,
     version_left,
 )
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.signed_calls import DISCARD, DOOR, MEMORY, OTHER_PROCESS, REFIT, SLEEP, STAGE, WAKE
+from rollway.weights.offer import STILL
 
 Calls = list[tuple[str, dict[str, Any]]]
 Script = Callable[[str, dict[str, Any]], Any]
@@ -316,5 +322,58 @@ def test_a_label_is_parsed_as_a_version(label: Any, version: int | None) -> None
 @pytest.mark.parametrize("version", [0, 1, 7, 10**9])
 def test_the_label_of_a_worker_that_leaves_service_names_its_version(version: int) -> None:
     assert version_left(leaving_label(version)) == version
-    for label in (None, IN_DOUBT, version):
+    for label in (None, IN_DOUBT, UNVERIFIED, version):
         assert version_left(label) is None
+
+
+# --- a task in the background of a worker: adapters, prime-rl's groups -------------------------
+
+
+class Background:
+    """The engine methods of a worker with two ranks: `start` begins, and `check` raises these
+    answers until it is done."""
+
+    def __init__(self, *answers: str, notifications: int = 2) -> None:
+        self.answers, self.notifications = list(answers), notifications
+        self.checks = 0
+
+    async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
+        assert method == "start"
+        for _ in range(self.notifications):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(client, f"\0{arguments['tell']}")
+
+    async def check(self) -> None:
+        self.checks += 1
+        if self.answers:
+            raise AdminError(self.answers.pop(0))
+
+    async def wait(self, seconds: float = 30.0) -> None:
+        place, own = Worker(7, "m", "http://w", world_size=2), cast(DynamoAdmin, self)
+        await start_and_wait(own, place, ("start", {}), self.check, seconds)
+
+
+async def test_a_worker_that_notifies_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only a notification ends the wait before an hour.
+    monkeypatch.setattr(admin_module, "ASK_SECONDS", 3600.0)
+    background = Background()
+    await asyncio.wait_for(background.wait(), 30)
+    assert background.checks == 1
+
+
+@pytest.mark.parametrize("notifications", [0, 1])
+async def test_a_worker_that_cannot_notify_is_asked_repeatedly(notifications: int) -> None:
+    background = Background(f"refused: {STILL} version 3.", notifications=notifications)
+    await background.wait()
+    assert background.checks == 2
+
+
+async def test_what_a_background_task_raises_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="changed while it was read"):
+        await Background("w of version 3 changed while it was read.").wait()
+
+
+async def test_a_background_task_has_a_time_limit() -> None:
+    with pytest.raises(UsageError, match="has not got the weights within 0 s"):
+        await Background(*[STILL] * 9).wait(0.0)

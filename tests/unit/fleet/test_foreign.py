@@ -11,7 +11,7 @@ import pytest
 
 from rollway.errors import AdminError
 from rollway.fleet import foreign
-from rollway.fleet.admin import IN_DOUBT, leaving_label
+from rollway.fleet.admin import IN_DOUBT, UNVERIFIED, leaving_label
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.foreign import Answer, CanaryCheck
 from rollway.fleet.workers import Worker
@@ -159,6 +159,7 @@ def test_only_workers_that_are_known_as_foreign_need_no_stamp() -> None:
         (1, True),
         (leaving_label(1), True),  # nothing was generated since
         (IN_DOUBT, False),
+        (UNVERIFIED, False),
         (2, False),
         (leaving_label(2), False),
         (None, False),

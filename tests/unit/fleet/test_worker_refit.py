@@ -18,6 +18,7 @@ from tests.unit.fleet.coordinator import Coordinator
 from tests.unit.fleet.refit_machine import RefitMachine, machine
 from tests.unit.fleet.sim_fleet import SimUpdate
 
+
 def refit(m: RefitMachine, version: int, mode: RefitMode = "pause-all") -> None:
     assert m.loop.run_until_complete(m.processes[0].refit(version, "", mode)) == "done"
     m.tried = version
