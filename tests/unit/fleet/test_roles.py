@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from rollway.fleet.refit import split_in_shares, split_in_stages
 from rollway.rollout.sampling import Sampling
 from tests.unit.fleet.refit_machine import machine

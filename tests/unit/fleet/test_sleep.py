@@ -5,7 +5,6 @@ machine also sleeps and wakes between all other events."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
