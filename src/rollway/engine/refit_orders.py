@@ -249,7 +249,7 @@ class RefitOrders:
 
     async def _label_engine(self) -> None:
         """Have the engine refuse requests of other versions than the worker's label."""
-        label = read_label(self._handler)
+        label, self._engine_label = read_label(self._handler), None
         try:
             self._is_hooked = bool(await self._call_engine("rollway_label", {"label": label}))
         except Exception as error:  # noqa: BLE001 (an engine without the extension, or a dead one)
