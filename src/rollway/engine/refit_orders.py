@@ -263,10 +263,10 @@ class RefitOrders:
 
 
 def read_label(handler: Any) -> int | None:
-    """Return a worker's label; None if it has none, or one of another tool."""
+    """Return a worker's label; None if it has none, and -1, in doubt, for one of another tool."""
     label = getattr(handler, "_weight_version", None)
-    if isinstance(label, str) and re.fullmatch(r"-?\d+", label):
-        return int(label)
+    if isinstance(label, str):
+        return int(label) if re.fullmatch(r"-?\d+", label) else -1
     return label if isinstance(label, int) and not isinstance(label, bool) else None
 
 

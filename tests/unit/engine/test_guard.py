@@ -172,9 +172,18 @@ async def test_the_engine_gets_every_label_of_the_worker() -> None:
     assert (await read({}))["enforced"] is False
     for label in (7, -3, "8", "by another tool"):
         await write({"weight_version": label})
-    assert handler.labels == [7, -3, 8, None]
+    assert handler.labels == [7, -3, 8, -1]
     reply = {"status": "ok", "version": "by another tool", "enforced": True, "asleep": 0}
     assert await read({}) == {**reply, "paused": False}
+
+
+async def test_a_worker_that_another_tool_has_labelled_is_in_doubt_until_it_is_refitted() -> None:
+    """The fleet reads its label as -1, and orders name that one."""
+    handler, orders, _ = await make_labelled("step-3")
+    assert handler.labels == [-1]  # it refuses requests of every version
+    assert (await orders.refit.stage(STAGING))["label"] == "step-3"
+    reply = await orders.refit.run({**ORDER, "label": -1, "leaving": -1, "taints_before": []})
+    assert reply["status"] == "ok" and handler._weight_version == 5
 
 
 # --- a worker that sleeps ------------------------------------------------------------------------
