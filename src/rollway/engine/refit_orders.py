@@ -98,7 +98,8 @@ class RefitOrders:
             clock.lap("engine")
             if report["state"] != "served":
                 handler._weight_version = label
-                await self._route_to(body["taints_before"])
+                # A worker that was paused before stays paused, and gets no requests.
+                await self._route_to([] if handler._paused else body["taints_before"])
                 return _make_refusal(report["error"])
             self._engine_label = body["version"]
             memory = {}

@@ -65,6 +65,15 @@ async def test_a_refusal_of_the_engine_restores_label_and_routing() -> None:
     assert handler.calls[-1] == ("rollway-v4",) and handler._weight_version == 4
 
 
+async def test_no_request_is_routed_to_a_worker_that_a_refused_refit_leaves_paused() -> None:
+    """A user has paused it: requests would wait in it until it is resumed."""
+    handler = Handler()
+    handler._paused, handler.report = True, {"state": "refused", "error": "not staged"}
+    orders, _ = add_orders(handler)
+    assert (await orders.refit.run(ORDER))["state"] == "refused"
+    assert handler.calls[-1] == () and handler._weight_version == 4 and handler._paused
+
+
 async def test_a_failed_swap_leaves_the_worker_out_of_service() -> None:
     handler = Handler()
     handler.report = RuntimeError("2 parameters differ")
