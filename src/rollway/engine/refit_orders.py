@@ -233,7 +233,8 @@ class RefitOrders:
     def _label_engine_after(self, handler: Handler) -> Handler:
         async def run(body: dict[str, Any]) -> dict[str, Any]:
             reply = await handler(body)
-            await self._label_engine()
+            if reply.get("status") == "ok":
+                await self._label_engine()
             return reply
 
         return run
