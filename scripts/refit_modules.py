@@ -1,8 +1,10 @@
-"""Print the modules of Rollway that one refit passes through: scripts/refit_modules.py [--transport shm]
+"""Print the modules of Rollway that one refit passes through.
 
-It starts a stack of one real worker, refits it once to warm up, and traces the second publication and
-refit in all processes: the driver, Dynamo's process and vLLM's engine. A module counts if one of its
-functions runs."""
+    python scripts/refit_modules.py [--transport shm]
+
+It starts a stack of one real worker, refits it once to warm up, and traces the second publication
+and refit in all processes: the driver, Dynamo's process and vLLM's engine. A module counts if one
+of its functions runs."""
 
 from __future__ import annotations
 
