@@ -49,9 +49,9 @@ def main() -> None:
         env = {"PYTHONPATH": f"{folder}{os.pathsep}{package.parent}", **places}
         tensors = list(read_tensors(model))
         spec = {"models": [{"path": str(model), "name": "m", "env": env}]}
+        runpy.run_path(str(tracer))  # before the client's thread begins
         with rollway.up(spec) as stack, stack.publisher(transport=transport) as publisher:
             stack.refit(publisher.publish(1, [(name, tensor * 2) for name, tensor in tensors]))
-            runpy.run_path(str(tracer))
             switch.touch()
             report = stack.refit(publisher.publish(2, tensors))
             switch.unlink()
