@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from rollway.weights.transports.cuda_ipc.device_memory import Handle, Segment
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -25,7 +26,6 @@ from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader,
 from rollway.weights.transports.cuda_ipc import publisher as in_place_module
 from rollway.weights.transports.cuda_ipc import publisher as publisher_module
 from rollway.weights.transports.cuda_ipc import reader as reader_module
-from rollway.weights.transports.cuda_ipc.device_memory import Handle, Segment
 
 State = dict[str, Tensor]
 MIB = 1 << 20
