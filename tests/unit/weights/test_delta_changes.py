@@ -122,7 +122,9 @@ def test_another_version_with_the_same_number_is_read_whole(tmp_path: Path) -> N
     shutil.rmtree(tmp_path)
     other = change(state, 1, 0.01)
     offer = DeltaPublisher(tmp_path).publish(1, other.items())
-    assert "No deltas lead to version 1" in reader.changes(offer, served, 1 << 60).refusal
+    assert (
+        "No deltas lead from there to version 1" in reader.changes(offer, served, 1 << 60).refusal
+    )
     assert same(receive(reader, offer), other)
 
 

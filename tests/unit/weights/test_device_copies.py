@@ -43,17 +43,6 @@ def tensors(seed: int, device: str) -> list[Tensor]:
     return drawn
 
 
-@pytest.fixture
-def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have tensors in CPU memory go the way of those on a GPU."""
-    start_copy = device_copies._start_copy
-
-    def start(tensor: Tensor) -> Any:
-        return start_copy(tensor) if tensor.is_cuda else (tensor.clone(), lambda: None)
-
-    monkeypatch.setattr(device_copies, "_start_copy", start)
-
-
 @each_device
 @pytest.mark.parametrize("seed", range(4))
 def test_bytes_arrive_whatever_the_size_of_a_piece(

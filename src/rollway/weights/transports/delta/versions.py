@@ -171,22 +171,23 @@ class DeltaVersions:
             steps.append(at)
             if at.base == start:
                 break
-            at = self._read_base(at, served.version)
+            if at.base is None or at.base.version <= start.version:
+                raise needs_snapshot(f"No deltas lead from there to version {wanted.version}.")
+            at = self._read_base(at, at.base)
         return steps[::-1]
 
     def find_snapshot(self, wanted: DeltaManifest) -> list[DeltaManifest]:
         """Return the newest version with a snapshot, and those whose deltas lead to `wanted`."""
         chain = [wanted]
         while not chain[-1].has_snapshot:
-            chain.append(self._read_base(chain[-1], 0))
+            if chain[-1].base is None:
+                raise needs_snapshot(f"No snapshot leads to version {wanted.version}.")
+            chain.append(self._read_base(chain[-1], chain[-1].base))
         return chain[::-1]
 
-    def _read_base(self, manifest: DeltaManifest, least: int) -> DeltaManifest:
-        """Return the version that a delta starts from, which must be `least` or newer."""
-        base = manifest.base
-        # Each must be older than the one before: a chain does not run in circles.
-        if base is None or not least <= base.version < manifest.version:
-            raise needs_snapshot(f"No deltas lead to version {manifest.version} from there.")
+    def _read_base(self, manifest: DeltaManifest, base: Base) -> DeltaManifest:
+        if base.version >= manifest.version:  # else a chain could run in circles
+            raise needs_snapshot(f"Version {manifest.version} claims to follow {base.version}.")
         return self.read_manifest(base.version, base.identity)
 
     @contextlib.contextmanager
