@@ -12,6 +12,8 @@ NaN equals itself, and -0.0 differs from 0.0. The same code runs on every device
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -35,22 +37,24 @@ _SLAB = 1 << 20
 class Chunk:
     """Tensors with elements of one size, side by side. Each begins at a word."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], memory: Tensor | None = None) -> None:
-        """Reserve places for tensors like these, in `memory` if that is large enough."""
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Reserve places for tensors like these."""
         self.names = list(tensors)
-        self._like = [(t.dtype, t.shape, t.nbytes) for t in tensors.values()]
+        self._kinds = [(t.dtype, t.shape, t.nbytes) for t in tensors.values()]
         ends = accumulate((-(-t.nbytes // WORD) for t in tensors.values()), initial=0)
         self.starts = list(ends)
         """The word at which each tensor begins; at the end, the number of all words."""
         first = next(iter(tensors.values()))
         self.element_bytes = first.element_size()
-        if memory is None or memory.numel() < self.starts[-1]:
-            memory = torch.empty(self.starts[-1], dtype=torch.int64, device=first.device)
-        self.words = memory[: self.starts[-1]]
+        self.words = torch.empty(self.starts[-1], dtype=torch.int64, device=first.device)
 
-    def copy_empty(self, memory: Tensor | None) -> Chunk:
-        """Return a chunk for the same tensors."""
-        return Chunk({name: self.view(i) for i, name in enumerate(self.names)}, memory)
+    def make_empty(self, memory: Tensor | None) -> Chunk:
+        """Return a chunk for the same tensors, in `memory` if that is large enough."""
+        chunk, size = copy(self), self.words.numel()
+        if memory is None or memory.device != self.words.device or memory.numel() < size:
+            memory = torch.empty_like(self.words)
+        chunk.words = memory[:size]
+        return chunk
 
     def put(self, number: int, tensor: Tensor) -> None:
         """Copy a tensor to its place."""
@@ -59,7 +63,7 @@ class Chunk:
         self.view(number).copy_(tensor.detach())
 
     def view(self, number: int) -> Tensor:
-        dtype, shape, nbytes = self._like[number]
+        dtype, shape, nbytes = self._kinds[number]
         start = WORD * self.starts[number]
         return self.words.view(torch.uint8)[start : start + nbytes].view(dtype).view(shape)
 
@@ -81,7 +85,8 @@ def split_in_chunks(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield chunk
 
 
-class PackedTensor(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
     """What changed in a tensor, in host memory."""
 
     name: str

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Literal, get_args
+from typing import BinaryIO, Literal, cast, get_args
 
 import msgspec
 import numpy as np
@@ -213,7 +213,7 @@ class DeltaPublisher(Publisher):
                 )
             number, index = places.pop(name)
             if number not in filling:
-                filling[number], free = self._chunks[number].copy_empty(free), None
+                filling[number], free = self._chunks[number].make_empty(free), None
             held = self._chunks[number].view(index)
             if (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
                 raise UsageError(
@@ -244,7 +244,7 @@ class DeltaPublisher(Publisher):
         for tensor, part, total in zip(packed, data, sums, strict=True):
             place = file.tell(), len(part), total, len(tensor.data)
             written.append((tensor.name, tensor.added, Change(*place, tensor.count, tensor.planes)))
-            file.write(part)
+            file.write(part.data)
             file.write(bytes(-len(part) % WORD))
         return written
 
@@ -260,7 +260,7 @@ class DeltaPublisher(Publisher):
             [data[i].data for i in numbers], threads=count_threads()
         )
         for i, number in enumerate(numbers):
-            frame = np.frombuffer(frames[i], np.uint8).copy()
+            frame = np.frombuffer(cast("bytes", frames[i]), np.uint8).copy()
             if len(frame) < len(data[number]):
                 data[number] = frame
         return data
@@ -289,12 +289,11 @@ class DeltaPublisher(Publisher):
         """Remove what no kept version needs: each needs the deltas since its snapshot."""
         needed: set[int] = set()
         for version in sorted(self._published)[-self._keep_recent :]:
-            at: int | None = version
-            while at in self._published:
-                needed.add(at)
-                manifest = self._published[at]
-                is_start = manifest.has_snapshot or manifest.base is None
-                at = None if is_start else manifest.base.version
+            manifest = self._published[version]
+            needed.add(version)
+            while not manifest.has_snapshot and manifest.base is not None:
+                manifest = self._published[manifest.base.version]
+                needed.add(manifest.version)
         for version in sorted(self._published.keys() - needed):
             del self._published[version]
             self.versions.remove(version)

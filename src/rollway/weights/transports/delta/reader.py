@@ -16,7 +16,7 @@ from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import DTYPES, INTEGERS, word_sum
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Changes, Reader, never
-from rollway.weights.transports.delta.unpacking import UnpackedStep, read_step
+from rollway.weights.transports.delta.unpacking import UnpackedStep, read_step, view_whole
 from rollway.weights.transports.delta.versions import (
     DELTA,
     SNAPSHOT,
@@ -24,7 +24,7 @@ from rollway.weights.transports.delta.versions import (
     DeltaManifest,
     DeltaVersions,
     StoredBytes,
-    needs_snapshot,
+    make_read_error,
     open_stored,
 )
 
@@ -72,7 +72,7 @@ class DeltaReader(Reader):
         versions, wanted = self._open(offer)
         chain = versions.find_snapshot(wanted)
         if any(manifest.headers() != wanted.headers() for manifest in chain):
-            raise needs_snapshot(f"Version {wanted.version} follows versions of another model.")
+            raise make_read_error(f"Version {wanted.version} follows versions of another model.")
         directories = [versions.path(manifest.version) for manifest in chain]
         with ExitStack() as stack:
             snapshot = stack.enter_context(open_stored(directories[0] / SNAPSHOT))
@@ -99,7 +99,7 @@ class DeltaReader(Reader):
             )
         versions = DeltaVersions(Path(root))
         manifest = versions.read_manifest(offer.version, offer.identity)
-        self._offered = root, offer.identity, manifest
+        self._offered = str(versions.root), offer.identity, manifest
         return versions, manifest
 
 
@@ -117,18 +117,18 @@ def _rebuild(
     """Return a tensor from its bytes in a snapshot and its changes in the deltas since."""
     first, wanted = entries[0], entries[-1]
     if first.snapshot is None:
-        raise needs_snapshot(f"No snapshot has {name}.")
+        raise make_read_error(f"No snapshot has {name}.")
     raw = snapshot.read(first.snapshot, first.snapshot + first.nbytes)
     bits = raw.view(INTEGERS[wanted.element_bytes])
     for entry, file in zip(entries[1:], deltas, strict=True):
         step = read_step(file, {name: entry})
         for item in step.changes:
             if item.change.is_whole:
-                bits = step.view_whole(item)
+                bits = view_whole(item, step.memory)
                 continue
             ((_, elements),) = step.move(torch.device("cpu"))
             bits.scatter_add_(0, elements.positions, elements.bits)
     tensor = bits.view(DTYPES[wanted.dtype]).view(wanted.shape)
     if word_sum(tensor) != wanted.sum:
-        raise needs_snapshot(f"{name} does not have its sum in the manifest.")
+        raise make_read_error(f"{name} does not have its sum in the manifest.")
     return tensor

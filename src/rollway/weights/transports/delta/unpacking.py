@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from rollway.weights.transports.delta.versions import (
     Change,
     DeltaEntry,
     StoredBytes,
-    needs_snapshot,
+    make_read_error,
 )
 from rollway.weights.transports.entries import align
 
@@ -68,20 +69,22 @@ class UnpackedStep:
     memory: Tensor
     changes: Sequence[UnpackedTensor]
 
-    def view_whole(self, item: UnpackedTensor, memory: Tensor | None = None) -> Tensor:
-        """Return the bits of a tensor that was sent whole."""
-        memory = self.memory if memory is None else memory
-        return memory[item.start : item.stop].view(INTEGERS[item.element_bytes])
-
     def move(self, device: torch.device) -> Iterator[tuple[str, ChangedElements]]:
         """Yield the changed elements of each tensor on a device."""
         memory = self.memory.to(device, non_blocking=True)
         for item in self.changes:
             if item.change.is_whole:
+                # Copied: what is kept of it must not keep the memory of the whole step.
+                bits = view_whole(item, memory).clone()
                 positions = torch.arange(item.count, device=device)
-                yield item.name, ChangedElements(positions, self.view_whole(item, memory), False)
+                yield item.name, ChangedElements(positions, bits, False)
         for batch in _split_batches([c for c in self.changes if not c.change.is_whole]):
             yield from _unpack(memory, batch)
+
+
+def view_whole(item: UnpackedTensor, memory: Tensor) -> Tensor:
+    """Return the bits of a tensor that was sent whole."""
+    return memory[item.start : item.stop].view(INTEGERS[item.element_bytes])
 
 
 def read_step(file: StoredBytes, entries: Mapping[str, DeltaEntry]) -> UnpackedStep:
@@ -96,7 +99,7 @@ def read_step(file: StoredBytes, entries: Mapping[str, DeltaEntry]) -> UnpackedS
     parts = [memory[a : a + c.nbytes] for a, c in zip(starts, changes.values(), strict=True)]
     for (name, change), total in zip(changes.items(), word_sums(parts), strict=True):
         if total != change.sum:
-            raise needs_snapshot(f"What changed in {name} is damaged.")
+            raise make_read_error(f"What changed in {name} is damaged.")
     if any(change.is_compressed for change in changes.values()):
         memory, starts = _decompress(parts, list(changes.values()))
     items = zip(changes.items(), starts, strict=True)
@@ -113,7 +116,7 @@ def _check(name: str, entry: DeltaEntry, change: Change) -> None:
         is_possible = steps < change.plain_bytes <= most and change.count <= entry.elements
     is_possible &= change.planes <= entry.element_bytes
     if not is_possible or change.nbytes > change.plain_bytes or change.offset % WORD:
-        raise needs_snapshot(f"{name} cannot have changed as the manifest says.")
+        raise make_read_error(f"{name} cannot have changed as the manifest says.")
 
 
 def _decompress(parts: Sequence[Tensor], changes: Sequence[Change]) -> tuple[Tensor, list[int]]:
@@ -129,9 +132,9 @@ def _decompress(parts: Sequence[Tensor], changes: Sequence[Change]) -> tuple[Ten
             threads=count_threads(),
         )
     except zstandard.ZstdError as error:
-        raise needs_snapshot(f"A change cannot be decompressed ({error}).") from error
+        raise make_read_error(f"A change cannot be decompressed ({error}).") from error
     sources = {i: part.numpy() for i, part in enumerate(parts)}
-    sources |= {i: np.frombuffer(plain[at], np.uint8) for at, i in enumerate(frames)}
+    sources |= {i: np.frombuffer(cast("bytes", plain[at]), np.uint8) for at, i in enumerate(frames)}
     memory = allocate_pinned(end)
     for i, start in enumerate(starts):
         memory.numpy()[start : start + changes[i].plain_bytes] = sources[i]
@@ -184,7 +187,7 @@ def _find_positions(memory: Tensor, batch: Sequence[UnpackedTensor]) -> Tensor:
     at = torch.nonzero(stream != ESCAPE).view(-1)
     byte_ends = torch.tensor(lengths, device=device)
     if torch.searchsorted(at, byte_ends).tolist() != ends:
-        raise needs_snapshot(f"The positions in a change of {batch[0].name} or later are wrong.")
+        raise make_read_error(f"The positions in a change of {batch[0].name} or later are wrong.")
     sums = stream.cumsum(0, dtype=torch.int64)
     # Before a changed element are the gaps so far, and the changed elements so far.
     positions = sums.index_select(0, at)
@@ -196,5 +199,5 @@ def _find_positions(memory: Tensor, batch: Sequence[UnpackedTensor]) -> Tensor:
     lasts = positions.index_select(0, torch.tensor(ends, device=device) - 1).tolist()
     for item, last in zip(batch, lasts, strict=True):
         if last >= item.entry.elements:
-            raise needs_snapshot(f"The positions in a change of {item.name} are wrong.")
+            raise make_read_error(f"The positions in a change of {item.name} are wrong.")
     return positions

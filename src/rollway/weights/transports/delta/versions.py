@@ -126,7 +126,7 @@ class DeltaManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {name: TensorHeader(e.dtype, e.shape, "") for name, e in self.tensors.items()}
 
 
-def needs_snapshot(message: str) -> WeightsError:
+def make_read_error(message: str) -> WeightsError:
     """Return an error of a version that cannot be read."""
     return WeightsError(message, "Publish the version again, or wait for the next snapshot.")
 
@@ -154,13 +154,13 @@ class DeltaVersions:
                 check_shape(entry.shape)
                 ELEMENT_BYTES[entry.dtype]
         except FileNotFoundError as error:
-            raise needs_snapshot(f"Version {version} is not in {self.root}.") from error
+            raise make_read_error(f"Version {version} is not in {self.root}.") from error
         except OSError as error:
             raise WeightsError(f"{path} cannot be read: {reason(error)}.") from error
         except (msgspec.DecodeError, ValueError, KeyError, RecursionError) as error:
-            raise needs_snapshot(f"The manifest of version {version} is damaged.") from error
+            raise make_read_error(f"The manifest of version {version} is damaged.") from error
         if manifest.version != version or identity not in ("", manifest.identity):
-            raise needs_snapshot(f"{self.path(version)} has another version than expected.")
+            raise make_read_error(f"{self.path(version)} has another version than expected.")
         return manifest
 
     def find_deltas(self, served: DeltaManifest, wanted: DeltaManifest) -> list[DeltaManifest]:
@@ -172,7 +172,7 @@ class DeltaVersions:
             if at.base == start:
                 break
             if at.base is None or at.base.version <= start.version:
-                raise needs_snapshot(f"No deltas lead from there to version {wanted.version}.")
+                raise make_read_error(f"No deltas lead from there to version {wanted.version}.")
             at = self._read_base(at, at.base)
         return steps[::-1]
 
@@ -181,13 +181,13 @@ class DeltaVersions:
         chain = [wanted]
         while not chain[-1].has_snapshot:
             if chain[-1].base is None:
-                raise needs_snapshot(f"No snapshot leads to version {wanted.version}.")
+                raise make_read_error(f"No snapshot leads to version {wanted.version}.")
             chain.append(self._read_base(chain[-1], chain[-1].base))
         return chain[::-1]
 
     def _read_base(self, manifest: DeltaManifest, base: Base) -> DeltaManifest:
         if base.version >= manifest.version:  # else a chain could run in circles
-            raise needs_snapshot(f"Version {manifest.version} claims to follow {base.version}.")
+            raise make_read_error(f"Version {manifest.version} claims to follow {base.version}.")
         return self.read_manifest(base.version, base.identity)
 
     @contextlib.contextmanager
@@ -238,7 +238,7 @@ class StoredBytes:
         """Return the bytes from `start` to `end`, or raise; threads read large pieces."""
         size = os.fstat(self._handle).st_size
         if end > size:  # before memory is allocated for it
-            raise needs_snapshot(f"{self._path} is cut short: it has {size} bytes.")
+            raise make_read_error(f"{self._path} is cut short: it has {size} bytes.")
         memory = allocate_pinned(end - start)
         view = memoryview(memory.numpy())
 
@@ -247,7 +247,7 @@ class StoredBytes:
             while len(piece):
                 count = os.preadv(self._handle, [piece], place)
                 if count == 0:
-                    raise needs_snapshot(f"{self._path} became shorter while it was read.")
+                    raise make_read_error(f"{self._path} became shorter while it was read.")
                 piece, place = piece[count:], place + count
 
         map_in_threads(read_piece, range(0, len(view), _PIECE_BYTES))
