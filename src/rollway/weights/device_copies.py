@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollway.errors import WeightsError
-from rollway.weights.digest.checksums import raw_bytes
+from rollway.weights.digest.checksums import count_threads, raw_bytes
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ _PIECE_BYTES = 16 << 20
 """What one thread empties at a time."""
 _MAX_PIECES = 16
 """How many are on their way."""
-_MAX_THREADS = 8
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: the process may not write to the memory
 Write = Callable[[int, NDArray[np.uint8]], object]
@@ -61,7 +59,7 @@ class HostCopier:
     device's current stream: the copies come before it there."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._pool = ThreadPoolExecutor(count_threads())
         self._running: deque[Future[None]] = deque()
         self._device: torch.device | None = None
         """The GPU that writes into pinned memory of the host itself."""
