@@ -30,7 +30,7 @@ from rollway.publishing import (
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sender import ClientOptions, Sender
 from rollway.rollout.teacher import Teacher
-from rollway.rollout.wire import get_wire
+from rollway.rollout.wire import VLLM, get_wire
 from rollway.signed_calls import read_stack_secret
 from rollway.spec import AdminTimeouts
 from rollway.stack.running import LocalAccess, StackAccess
@@ -90,7 +90,8 @@ class Stack:
         if self._plain_vllm:
             listed = StaticList((self.frontend_url,), model)
             admin = VllmAdmin(self._http, self._timeouts)
-            return Fleet(self._http, listed, model=model, admin=admin)
+            canary = make_canary(self._http, self.frontend_url, model, VLLM)
+            return Fleet(self._http, listed, model=model, admin=admin, canary=canary)
         canary = make_canary(self._http, self.frontend_url, model)
         access, state = self._access, self.read_state()
         if access is None or state is None:

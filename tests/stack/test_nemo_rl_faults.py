@@ -88,7 +88,7 @@ def test_after_a_driver_killed_in_a_refit_the_next_one_refits_all(
 ) -> None:
     """The stack is not the driver's (`frontend_url`). Its workers take single calls, so that the
     driver's death leaves them paused between two of them."""
-    spec = light(base_model, "foreign")
+    spec = light(base_model, "foreign", **FOREIGN)
     with opened(spec) as owner:
         where = {"frontend_url": owner.frontend_url.removesuffix("/v1")}
         where["rl_url"] = owner.connection.stack.rl_url

@@ -190,8 +190,8 @@ def test_auto_chooses_shared_memory_for_workers_of_this_machine(stack: rollway.S
     with stack.publisher() as weights:
         offer = weights.publish(1, tensors())
         assert (offer.transport, offer.version) == ("shm", 1)
-        assert Path("/dev/shm", offer.where["slot"]).exists()
-    assert not Path("/dev/shm", offer.where["slot"]).exists()
+        assert Path("/dev/shm", offer.where["ranks"][0]["slot"]).exists()
+    assert not Path("/dev/shm", offer.where["ranks"][0]["slot"]).exists()
 
 
 async def test_a_publisher_for_async_code(async_stack: AsyncStack) -> None:

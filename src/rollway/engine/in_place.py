@@ -177,12 +177,9 @@ class InPlace:
         device = memory.read_device_memory(self._device, needed)
         host = memory.read_host_memory(needed, self._host.nbytes)
         size = f"{needed / 1e9:.2f} GB are needed"
-        kept = self._incoming.reader.count_kept(self._incoming.offer)
-        if kept:
-            size += f" beside {kept / 1e9:.2f} GB of host memory for the transport"
-        if device.holds(needed + (kept if self._device.type == "cpu" else 0)):
+        if device.holds(needed):
             self._placement, self._why_placed = "device", f"{size}, {device}"
-        elif host.holds(needed + kept):
+        elif host.holds(needed):
             self._placement, self._why_placed = "host", f"{size}, but {device}; {host}"
         else:
             self._why_placed = f"{size}, but {device}, {host}: they are read during the pause"

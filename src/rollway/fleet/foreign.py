@@ -46,7 +46,7 @@ from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
-from rollway.rollout.wire import DynamoAssembly, completion_request
+from rollway.rollout.wire import COMPLETIONS, Wire
 from rollway.versions import taint_of
 
 if TYPE_CHECKING:
@@ -73,8 +73,10 @@ async def check(worker: WorkerRefit, why: NoSuchMethod) -> int | None:
 
 
 def _answers_canaries(worker: WorkerRefit) -> bool:
-    """Return whether requests can be pinned to a worker, and it answers alone."""
-    return worker.instance_id >= 0 and not worker.worker.role
+    """Return whether a request reaches this worker for certain, and it answers alone."""
+    has_router = worker.admin.taints
+    is_reached = worker.instance_id >= 0 or not has_router  # nothing is pinned to a negative id
+    return is_reached and not worker.worker.role
 
 
 async def move(workers: Sequence[WorkerRefit], mode: PauseMode) -> None:
@@ -299,12 +301,14 @@ Ask = Callable[[Worker], Awaitable[Answer]]
 """Asks one worker the canary prompt."""
 
 
-def make_canary(http: Http, frontend_url: str, model: str, *, timeout: float = 60.0) -> Ask:
+def make_canary(
+    http: Http, frontend_url: str, model: str, wire: Wire = COMPLETIONS, *, timeout: float = 60.0
+) -> Ask:
     """Return a function that asks one worker, whatever the router would choose."""
-    url = f"{frontend_url.rstrip('/')}/v1/completions"
+    url = f"{frontend_url.rstrip('/')}{wire.path}"
 
     async def ask(worker: Worker) -> Answer:
-        body = completion_request(
+        body = wire.request(
             model,
             PROMPT,
             _SAMPLING,
@@ -312,7 +316,7 @@ def make_canary(http: Http, frontend_url: str, model: str, *, timeout: float = 6
             cache_salt=f"canary-{secrets.token_hex(8)}",
             pin=worker.instance_id,
         )
-        assembly = DynamoAssembly(_SAMPLING, len(PROMPT))
+        assembly = wire.assembly(_SAMPLING, len(PROMPT))
         try:
             assembly.add(await http.post(url, body, timeout=timeout))
             completion = assembly.finish()

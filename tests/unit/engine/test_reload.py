@@ -16,7 +16,7 @@ from rollway.engine.memory import HostBuffers
 from rollway.engine.staging import Staging
 from rollway.weights.planning.targets import engine_ranks
 from rollway.weights.transports.base import Reader
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
 from tests.unit.engine.staging import FakeReader, make_offer, stage
 from tests.unit.engine.vllm_models import (
     CONFIGS,
@@ -216,7 +216,7 @@ def test_vllm_alone_packs_no_experts_and_no_tied_head(tmp_path: Path) -> None:
 def test_a_delta_is_received_whole(tmp_path: Path) -> None:
     """Packed layers have no places where changed elements could be written."""
     tensors = write_model("qwen3", tmp_path)
-    publisher = DeltaPublisher(Store(tmp_path / "deltas"), snapshot_every=100)
+    publisher = DeltaPublisher(tmp_path / "deltas", snapshot_every=100)
     reader: Reader = DeltaReader()
     with use_ranks():
         worker = start_packed(tmp_path, tensors)

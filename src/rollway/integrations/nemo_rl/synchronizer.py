@@ -232,7 +232,7 @@ class Synchronizer:
             offers = [parse_offer(each) for each in raw]
             if offers[0].transport != "shm":
                 return offers[0]  # the catalog has the parts of all ranks
-            from rollway.weights.transports.shm_shards import join_offers
+            from rollway.weights.transports.shm import join_offers
 
             return join_offers(offers)
         self._call("begin", version=version, receivers=receivers, kv_scales=scales)
