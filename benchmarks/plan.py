@@ -18,9 +18,8 @@ from benchmarks import round_floats
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.megatron.pieces import MegatronModel
-from rollway.weights.planning.plan import plan
-from rollway.weights.planning.scenario import describe, hf_headers
-from rollway.weights.planning.sources import megatron_sources
+from rollway.weights.planning.plan import Total, plan
+from rollway.weights.planning.scenario import describe, hf_headers, megatron_sources
 from rollway.weights.planning.targets import engine_ranks, engine_targets
 
 QWEN3_30B_A3B = {
@@ -77,14 +76,15 @@ def measure(
     model = describe(headers, names, topology)
     sources = megatron_sources(model)
     layout_seconds = time.monotonic() - began
-    receivers = [f"engine{rank}" for rank in range(tp)]
     seconds, cpu_seconds = [], []
     for _ in range(repeats):
         began, cpu_began = time.monotonic(), time.process_time()
-        result = plan(sources, receivers, engine_targets(engine_ranks(config, tp), headers))
+        total, ranks = Total(), enumerate(engine_ranks(config, tp))
+        receivers = ((f"engine{number}", engine_targets(rank, headers)) for number, rank in ranks)
+        for transfer in plan(sources, receivers):
+            total.add(transfer)
         seconds.append(time.monotonic() - began)
         cpu_seconds.append(time.process_time() - cpu_began)
-    total = result.total
     busiest = max(total.sources.values())
     return {
         "seconds": min(seconds),
@@ -95,10 +95,9 @@ def measure(
         "parameters": sum(math.prod(header.shape) for header in headers.values()),
         "sources": len(sources),
         "receivers": tp,
-        "recipes": len(result.recipes),
         "bytes_needed": total.needed,
         "bytes_ratio": total.ratio,
-        "descriptors": total.descriptors,
+        "descriptors": total.reads,
         "bytes_by_method": dict(total.methods),
         # Against the mean of the sources that send any bytes.
         "busiest_source": busiest * len(total.sources) / total.moved,

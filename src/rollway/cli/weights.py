@@ -9,49 +9,47 @@ from rich.filesize import decimal
 
 from rollway.cli.arguments import Parser, make_group
 from rollway.cli.output import print_result, print_table
-from rollway.weights.planning.recipe import Costs
+from rollway.weights.planning.plan import Costs, Total
 from rollway.weights.planning.scenario import plan_scenario
-from rollway.weights.planning.transfers import Plan, Total
 
 
 def plan(options: argparse.Namespace) -> int:
     costs = Costs(wire_gb_per_s=options.wire)
-    scenario = plan_scenario(options.model, options.source, options.target, costs)
-    print_result(options, scenario.as_json(), lambda _: _print_plan(scenario))
+    total, totals = plan_scenario(options.model, options.source, options.target, costs)
+    receivers = {name: each.as_json() for name, each in totals.items()}
+    result = {"total": total.as_json(), "receivers": receivers}
+    print_result(options, result, lambda _: _print_plan({**totals, "all": total}))
     return 0
 
 
-def _print_plan(scenario: Plan) -> None:
-    total = scenario.total
+def _print_plan(totals: dict[str, Total]) -> None:
     rows = (
         (
             name,
-            decimal(part.needed),
-            decimal(part.moved),
-            f"{part.ratio:.3f}",
-            str(part.descriptors),
-            ", ".join(f"{method} {decimal(count)}" for method, count in part.methods.items()),
-            _describe_sources(part),
+            decimal(total.needed),
+            decimal(total.moved),
+            str(total.reads),
+            ", ".join(f"{method} {decimal(count)}" for method, count in total.methods.items()),
+            _describe_sources(total),
         )
-        for name, part in [*scenario.totals.items(), ("all", total)]
+        for name, total in totals.items()
     )
-    print_table(("receiver", "needed", "moved", "ratio", "descriptors", "methods", "sources"), rows)
-    units = sum(len(recipe.units) for recipe in scenario.recipes)
-    print(
-        f"about {total.seconds:.3g} s for the slowest receiver; {len(scenario.recipes)} recipes "
-        f"for {units} units"
-    )
-    for reason, count in total.reasons.items():
-        print(f"{decimal(count)} more than needed: {reason}")
+    print_table(("receiver", "needed", "moved", "descriptors", "methods", "sources"), rows)
+    print(f"about {totals['all'].seconds:.3g} s for the slowest receiver")
 
 
 def _describe_sources(total: Total) -> str:
     """Return how many sources there are, and how many bytes each sends."""
-    if not total.sources:
-        return "none"
     low, high = min(total.sources.values()), max(total.sources.values())
     size = decimal(high) if low == high else f"{decimal(low)} to {decimal(high)}"
     return f"{len(total.sources)}, each {size}"
+
+
+def _speed(text: str) -> float:
+    speed = float(text)
+    if not speed > 0:
+        raise argparse.ArgumentTypeError(f"{text} is no speed: give GB/s above 0.")
+    return speed
 
 
 def add_weights(parser: Parser) -> None:
@@ -62,4 +60,4 @@ def add_weights(parser: Parser) -> None:
     parser.add_argument("--target", required=True, help="hf, or vllm:tp=2,ep=1")
     speed = Costs().wire_gb_per_s
     text = f"GB/s of a receiver's network (default {speed:g})"
-    parser.add_argument("--wire", type=float, default=speed, metavar="N", help=text)
+    parser.add_argument("--wire", type=_speed, default=speed, metavar="N", help=text)

@@ -52,11 +52,11 @@ FileDigests = dict[str, dict[str, Any]]  # Size and SHA-256 by file name, as `ST
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """Dtype and shape of a tensor, and the weight file that contains it."""
+    """Dtype and shape of a tensor, and the weight file that contains it, if one does."""
 
     dtype: str
     shape: tuple[int, ...]
-    file: str
+    file: str = ""
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"

@@ -188,6 +188,16 @@ def place_at(at: Shape, box: Box) -> Box:
     return Box((0,) * missing + box.start, (1,) * missing + box.stop).shift(at)
 
 
+def count_run(extent: Shape, shape: Shape) -> int:
+    """Return how many elements of a box of this extent are contiguous in a tensor of `shape`."""
+    elements = 1
+    for size, full in zip(reversed(extent), reversed(shape), strict=True):
+        elements *= size
+        if size != full:
+            break
+    return elements
+
+
 def swap_last(shape: Shape) -> Shape:
     """Return `shape` with its last two dimensions swapped."""
     return (*shape[:-2], shape[-1], shape[-2])

@@ -67,7 +67,7 @@ def test_plans_of_many_layouts_are_exact(
     assert code == 0
     assert len(shown["receivers"]) == receivers
     assert len(shown["total"]["bytes_by_source"]) == sources
-    assert shown["total"]["bytes_ratio"] == 1.0 or shown["total"]["bytes_beyond_need"]
+    assert shown["total"]["bytes_ratio"] == 1.0
     assert shown["total"]["bytes_needed"] == sum(
         receiver["bytes_needed"] for receiver in shown["receivers"].values()
     )
@@ -170,11 +170,10 @@ def test_the_described_models_have_the_tensors_of_the_real_ones() -> None:
     assert sum(int(np.prod(h.shape)) for h in hf_headers(SYNTHETIC_1T).values()) > 10**12
 
 
-def test_planning_a_large_model_is_exact_and_shares_its_recipes() -> None:
+def test_planning_a_large_model_is_exact() -> None:
     figures = measure(QWEN3_30B_A3B, Topology(ep=8), tp=2, repeats=1)
     assert (figures["megatron_tensors"], figures["hf_tensors"]) == (12_627, 18_867)
     assert figures["bytes_ratio"] == 1.0
-    assert figures["recipes"] < 300
     assert figures["busiest_source"] < 1.01
 
 

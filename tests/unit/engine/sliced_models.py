@@ -21,9 +21,8 @@ Headers = dict[str, TensorHeader]
 def engine(config: dict[str, Any], headers: Headers, tp: int, ep: int, rank: int) -> Any:
     """As far as anybody looks: the parameters of a rank, with their shapes."""
     shapes = {
-        want.target: part.shape
-        for (want,) in engine_targets(engine_ranks(config, tp, ep), headers).values()
-        if (part := want.parts[rank]) is not None
+        want.parameter: want.part.shape
+        for want in engine_targets(engine_ranks(config, tp, ep)[rank], headers).values()
     }
     named = [(name, torch.empty(shape)) for name, shape in shapes.items()]
     modules = [(name.rpartition(".")[0], torch.nn.Module()) for name in shapes]

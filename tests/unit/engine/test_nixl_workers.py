@@ -16,7 +16,7 @@ from rollway.errors import UsageError, WeightsError
 from rollway.signed_calls import SECRET
 from rollway.weights.layout import Box, Piece, Shard, Slices
 from rollway.weights.offer import Offer
-from rollway.weights.planning.sources import fsdp_sources
+from rollway.weights.planning.scenario import fsdp_sources
 from rollway.weights.planning.targets import engine_ranks
 from rollway.weights.sources import HeldTensor, from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
@@ -119,7 +119,6 @@ def test_parts_of_adopted_tensors(cleanup: ExitStack) -> None:
     assert mine == wanted
     assert same(receive(reader, offer), parts(model, mine))
     assert reader.total.needed < reader.total.moved < offer.nbytes
-    assert sum(reader.total.reasons.values()) == reader.total.moved - reader.total.needed
 
     # Only the rank whose part contains a changed byte detects it.
     model["lm_head.weight"][:1] += 1

@@ -55,7 +55,7 @@ def numbered(shapes: dict[str, Shape]) -> dict[str, torch.Tensor]:
 
 
 def headers(shapes: dict[str, Shape], dtype: str = "I32") -> dict[str, TensorHeader]:
-    return {name: TensorHeader(dtype, shape, "") for name, shape in shapes.items()}
+    return {name: TensorHeader(dtype, shape) for name, shape in shapes.items()}
 
 
 def _attention(geometry: ModelGeometry, qk_norm: bool) -> dict[str, Shape]:

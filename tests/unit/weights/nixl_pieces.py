@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
 from rollway.weights.layout import Box, Piece, Shard
-from rollway.weights.planning.sources import Source
-from rollway.weights.planning.targets import TensorInfo
+from rollway.weights.planning.plan import Source
+from rollway.weights.planning.targets import Headers
 from rollway.weights.sources import HeldTensor
 from tests.unit.weights.planned import held_by
 
@@ -23,17 +22,17 @@ nixl = pytest.mark.skipif(
 
 
 def held_tensors(
-    source: Source, model: dict[str, Any], shapes: Mapping[str, TensorInfo] | None = None
+    source: Source, model: dict[str, Any], shapes: Headers | None = None
 ) -> list[HeldTensor]:
     """Return what a rank holds of a model; `shapes` are those of the whole tensors."""
     held = []
     for name, array in held_by(source, model).items():
-        offer = source.offers[name]
+        resident = source.tensors[name]
         pieces = [
-            Piece(offer.names[part.tensor], part.box, name, part.at, part.transposed)
-            for part in offer.holding.held
+            Piece(resident.names[part.tensor], part.box, name, part.at, part.transposed)
+            for part in resident.held
         ]
         shape = shapes[name].shape if shapes else tuple(array.shape)
-        shard = Shard(name, offer.holding.dtype, shape, Box.whole(tuple(array.shape)))
+        shard = Shard(name, resident.dtype, shape, Box.whole(tuple(array.shape)))
         held.append(HeldTensor(shard, torch.from_numpy(array), pieces, True))
     return held

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box
-from rollway.weights.planning.recipe import Method
-from rollway.weights.planning.sources import Source
-from rollway.weights.planning.targets import LocalTensor, Targets
-from rollway.weights.planning.transfers import Plan, Transfer
+from rollway.weights.planning.plan import Costs, Method, Source, Total, Transfer, plan
+from rollway.weights.planning.targets import Targets
 
 Array = NDArray[np.int32]
 Model = dict[str, Array]
@@ -26,8 +25,8 @@ def some_model(shapes: dict[str, tuple[int, ...]]) -> Model:
     return model
 
 
-def headers(model: Model) -> dict[str, LocalTensor]:
-    return {name: LocalTensor(DTYPE, array.shape) for name, array in model.items()}
+def headers(model: Model) -> dict[str, TensorHeader]:
+    return {name: TensorHeader(DTYPE, array.shape) for name, array in model.items()}
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -37,10 +36,10 @@ def slices(box: Box) -> tuple[slice, ...]:
 def held_by(source: Source, model: Model) -> Model:
     """Return the source's own tensors, filled as its boxes say; padding is -1."""
     arrays = {}
-    for tensor, offer in source.offers.items():
-        arrays[tensor] = np.full(offer.holding.shape, -1, np.int32)
-        for held in offer.holding.held:
-            values = model[offer.names[held.tensor]][slices(held.box)]
+    for tensor, resident in source.tensors.items():
+        arrays[tensor] = np.full(resident.shape, -1, np.int32)
+        for held in resident.held:
+            values = model[resident.names[held.tensor]][slices(held.box)]
             values = values.swapaxes(-1, -2) if held.transposed else values
             extent = (1,) * (len(held.at) - values.ndim) + values.shape
             place = tuple(slice(a, a + n) for a, n in zip(held.at, extent, strict=True))
@@ -48,58 +47,49 @@ def held_by(source: Source, model: Model) -> Model:
     return arrays
 
 
-def carried_out(plan: Plan, sources: list[Source], model: Model, wants: Targets) -> list[Model]:
+def carried_out(
+    sources: list[Source], model: Model, wants: list[Targets], costs: Costs
+) -> tuple[list[Model], Total]:
     """Return what every receiver has afterwards; fail if an element is written twice."""
     held = {source.name: held_by(source, model) for source in sources}
-    received = []
-    for number, receiver in enumerate(plan.receivers):
-        mine: Model = {}
-        for several in wants.values():
-            for want in several:
-                if (part := want.parts[number]) is not None:
-                    mine.setdefault(want.target, np.zeros(part.shape, np.int32))
-        moved = needed = 0
-        for transfer in plan.transfers(receiver):
-            array = held[transfer.source][transfer.tensor]
-            moved += _carry(transfer, array, mine)
-            needed += transfer.step.needed
-        assert moved == plan.totals[receiver].moved
-        assert needed == plan.totals[receiver].needed
-        received.append(mine)
-    return received
+    receivers = {f"r{number}": targets for number, targets in enumerate(wants)}
+    received = {
+        name: {want.parameter: np.zeros(want.part.shape, np.int32) for want in targets.values()}
+        for name, targets in receivers.items()
+    }
+    total = Total()
+    for transfer in plan(sources, receivers.items(), costs):
+        array = held[transfer.source][transfer.tensor]
+        _carry(transfer, array, received[transfer.receiver])
+        total.add(transfer)
+    return list(received.values()), total
 
 
-def _carry(transfer: Transfer, array: Array, mine: Model) -> int:
-    """Run one transfer; return the bytes that were on the wire."""
-    moved = 0
-    for target, cut in transfer.copies():
+def _carry(transfer: Transfer, array: Array, mine: Model) -> None:
+    """Run one transfer; check the bytes that it counts."""
+    read = 0
+    for target, cut in transfer.copies:
         values = array[cut.box.slices]
-        moved += values.nbytes
+        read += values.nbytes
         values = values.swapaxes(-1, -2) if cut.transposed else values
         place = tuple(slice(a, a + n) for a, n in zip(cut.at, cut.extent, strict=True))
         assert not mine[target][place].any()
         mine[target][place] = values.reshape(cut.extent)
-        if transfer.step.choice.method is Method.RANGE:
+        if transfer.method is Method.DIRECT and transfer.reads == len(transfer.copies):
             assert values.flags["C_CONTIGUOUS"]
             assert mine[target][place].flags["C_CONTIGUOUS"]
-    assert transfer.step.needed == moved
-    if transfer.step.choice.method is Method.WHOLE:
-        moved = array.nbytes
-    assert transfer.step.choice.moved == moved
-    return moved
+    assert transfer.needed == read
+    assert transfer.moved == (array.nbytes if transfer.method is Method.WHOLE else read)
 
 
-def expected(model: Model, wants: Targets, number: int) -> Model:
+def expected(model: Model, wants: Targets) -> Model:
     """Return what a receiver should have, straight from the whole tensors."""
     mine: Model = {}
-    for name, several in wants.items():
-        for want in several:
-            part = want.parts[number]
-            if part is None:
-                continue
-            target = mine.setdefault(want.target, np.zeros(part.shape, np.int32))
-            values = model[name][slices(part.box)]
-            extent = (1,) * (len(part.at) - values.ndim) + values.shape
-            place = tuple(slice(a, a + n) for a, n in zip(part.at, extent, strict=True))
-            target[place] = values
+    for name, want in wants.items():
+        part = want.part
+        target = mine.setdefault(want.parameter, np.zeros(part.shape, np.int32))
+        values = model[name][slices(part.box)]
+        extent = (1,) * (len(part.at) - values.ndim) + values.shape
+        place = tuple(slice(a, a + n) for a, n in zip(part.at, extent, strict=True))
+        target[place] = values
     return mine

@@ -25,7 +25,8 @@ from rollway.weights.layout import Slices
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Offer
-from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
+from rollway.weights.planning.plan import Source
+from rollway.weights.planning.scenario import fsdp_sources, megatron_sources
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
 from rollway.weights.transports.nixl.agent import (

@@ -13,20 +13,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rollway.errors import UsageError, WeightsError
+from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Piece
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, list_boxes
-from rollway.weights.planning.plan import plan
-from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
-from rollway.weights.planning.targets import (
-    LocalTensor,
-    Targets,
-    engine_ranks,
-    engine_targets,
-    hf_target,
-)
+from rollway.weights.planning.plan import Costs, Source, plan
+from rollway.weights.planning.scenario import fsdp_sources, megatron_sources
+from rollway.weights.planning.targets import Targets, engine_ranks, engine_targets, hf_targets
 from rollway.weights.transports.entries import align
 from rollway.weights.transports.nixl.listing import count_bytes, read_layout
 from rollway.weights.transports.nixl.windows import (
@@ -45,8 +39,8 @@ Bytes = NDArray[np.uint8]
 def tensors_of(source: Source) -> dict[str, Entry]:
     """List a source's tensors one behind the other, as a pool has them."""
     entries, at = {}, 0
-    for name, offer in source.offers.items():
-        tensor = LocalTensor(offer.holding.dtype, offer.holding.shape)
+    for name, resident in source.tensors.items():
+        tensor = TensorHeader(resident.dtype, resident.shape)
         entries[name] = Entry(name, tensor.dtype, tensor.shape, at, count_bytes(tensor))
         at += align(entries[name].nbytes, ALIGNED)
     return entries
@@ -83,7 +77,7 @@ def run_windows(windows: Windows, sources: list[Source], model: Model) -> Model:
                 buffer[here : here + size] = raw[there : there + size]
                 moved += int(size)
         for whole, transfer in window.cuts:
-            for name, cut in transfer.copies():
+            for name, cut in transfer.copies:
                 values = view(whole)[slices(cut.box)]
                 values = values.swapaxes(-1, -2) if cut.transposed else values
                 target = next(t for t in window.targets if t.name == name)
@@ -98,15 +92,15 @@ def run_windows(windows: Windows, sources: list[Source], model: Model) -> Model:
 def windows_of(
     sources: list[Source], wanted: Targets, costs: Costs, size: int, keep: bool
 ) -> Windows:
-    plan_made = plan(sources, ["r"], wanted, costs)
+    transfers = list(plan(sources, [("r", wanted)], costs))
     pieces = {
-        (offer.names[held.tensor], held.box): None
+        (resident.names[held.tensor], held.box): None
         for source in sources
-        for offer in source.offers.values()
-        for held in offer.holding.held
+        for resident in source.tensors.values()
+        for held in resident.held
     }
     tensors = {source.name: tensors_of(source) for source in sources}
-    return make_windows(plan_made, "r", wanted, tensors, pieces, window_bytes=size, keep=keep)
+    return make_windows(transfers, wanted, tensors, pieces, window_bytes=size, keep=keep)
 
 
 @settings(max_examples=40, deadline=None)
@@ -127,8 +121,8 @@ def test_windows_give_the_model_from_any_megatron_layout(
     geometry = replace(ModelGeometry.from_hf_config(MOE), padded_vocab=32)
     names = NameMap("qwen3_moe", geometry)
     sources = megatron_sources(describe_as(headers, names, topology, experts=experts))
-    costs = Costs(pack_gb_per_s=0, block_seconds=block)
-    windows = windows_of(sources, hf_target(headers), costs, size, keep)
+    costs = Costs(pack_gb_per_s=0, read_seconds=block)
+    windows = windows_of(sources, hf_targets(headers), costs, size, keep)
     arrays = run_windows(windows, sources, model)
     assert arrays.keys() == model.keys()
     assert all(np.array_equal(arrays[name], model[name]) for name in model)
@@ -146,12 +140,12 @@ def test_whole_experts_land_in_the_parameter_of_their_rank() -> None:
     model, headers = model_of(MOE)
     experts = {name: header for name, header in headers.items() if ".experts." in name}
     ranks = engine_ranks(MOE, tp=1, ep=2)
-    wanted = engine_targets([ranks[1]], experts)
+    wanted = engine_targets(ranks[1], experts)
     sources = fsdp_sources(experts, 1)
     windows = windows_of(sources, wanted, Costs(pack_gb_per_s=0), 1 << 20, keep=False)
     held = {name: array for name, array in model.items() if name in experts}
     arrays = run_windows(windows, sources, held)
-    correct = expected(held, wanted, 0)
+    correct = expected(held, wanted)
     assert all(np.array_equal(arrays[name], correct[name]) for name in correct)
     for target, checks in windows.checks.items():
         for place, (name, box) in checks:
@@ -165,7 +159,7 @@ def test_a_part_of_a_piece_cannot_be_verified() -> None:
     rank = engine_ranks(MOE, tp=2)[0]
     sources = fsdp_sources(headers, 1)
     with pytest.raises(UsageError, match="cannot be verified"):
-        windows_of(sources, engine_targets([rank], headers), Costs(pack_gb_per_s=0), 1, keep=False)
+        windows_of(sources, engine_targets(rank, headers), Costs(pack_gb_per_s=0), 1, keep=False)
 
 
 def test_neighbouring_reads_are_merged() -> None:

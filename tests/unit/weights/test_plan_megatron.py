@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rollway.errors import UsageError
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.planning.plan import plan
-from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.sources import megatron_sources
+from rollway.weights.planning.plan import Costs, plan
+from rollway.weights.planning.scenario import megatron_sources
 from rollway.weights.planning.targets import engine_ranks, engine_targets
 from tests.unit.weights.megatron_models import Experts, Norms, describe_as
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
@@ -39,7 +38,7 @@ TOPOLOGIES = [
     experts=st.sampled_from(Experts),
     norms=st.sampled_from(Norms),
     engine=st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (8, 1)]),
-    costs=st.sampled_from([Costs(), Costs(pack_gb_per_s=0), Costs(block_seconds=0)]),
+    costs=st.sampled_from([Costs(), Costs(pack_gb_per_s=0), Costs(read_seconds=0)]),
 )
 def test_any_topology_to_any_engine(
     config: dict[str, Any],
@@ -55,10 +54,10 @@ def test_any_topology_to_any_engine(
     described = describe_as(headers, names, topology, norms=norms, experts=experts)
     sources = megatron_sources(described)
     ranks = engine_ranks(config, *engine)
-    wanted = engine_targets(ranks, headers)
-    result = plan(sources, [f"r{n}" for n in range(len(ranks))], wanted, costs)
-    for rank, mine in enumerate(carried_out(result, sources, model, wanted)):
-        for target, values in expected(model, wanted, rank).items():
+    wanted = [engine_targets(rank, headers) for rank in ranks]
+    received, _ = carried_out(sources, model, wanted, costs)
+    for mine, targets in zip(received, wanted, strict=True):
+        for target, values in expected(model, targets).items():
             np.testing.assert_array_equal(mine[target], values, err_msg=target)
 
 
@@ -66,6 +65,6 @@ def test_the_error_names_a_tensor_of_a_missing_stage() -> None:
     _, headers = model_of(DENSE)
     names = NameMap("qwen2", ModelGeometry.from_hf_config(DENSE))
     sources = megatron_sources(describe_as(headers, names, Topology(pp=2)))
-    wanted = engine_targets(engine_ranks(DENSE), headers)
+    (rank,) = engine_ranks(DENSE)
     with pytest.raises(UsageError, match=r"No source holds model\.layers\.1\."):
-        plan(sources[:1], ["r"], wanted)
+        list(plan(sources[:1], [("r", engine_targets(rank, headers))]))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollway.weights.planning.targets import EngineRank, LocalTensor, engine_targets
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.planning.targets import EngineRank, engine_targets
 from tests.unit.weights.planned import slices
 
 torch = pytest.importorskip("torch")
@@ -29,13 +30,11 @@ def vllm_layers() -> None:
 
 def placed(target: EngineRank, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return a rank's parameters, filled by our rules; padding is 0."""
-    headers = {name: LocalTensor("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+    headers = {name: TensorHeader("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
     filled: dict[str, Any] = {}
-    for name, (want,) in engine_targets([target], headers).items():
-        part = want.parts[0]
-        if part is None:
-            continue
-        parameter = filled.setdefault(want.target, torch.zeros(part.shape))
+    for name, want in engine_targets(target, headers).items():
+        part = want.part
+        parameter = filled.setdefault(want.parameter, torch.zeros(part.shape))
         values = tensors[name][slices(part.box)]
         extent = (1,) * (len(part.at) - values.ndim) + tuple(values.shape)
         place = tuple(slice(a, a + n) for a, n in zip(part.at, extent, strict=True))

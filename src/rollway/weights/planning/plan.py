@@ -1,297 +1,327 @@
-"""Plan transfers: which box of which source tensor goes into which box of which target tensor.
+"""Plan transfers: which box of which source tensor goes into which box of which parameter.
 
-    sources   ranks of a trainer, with the boxes they hold
-       │      units: Hugging Face tensors that share source tensors (q, k, v; gate, up)
-       │      recipes: one for all units of equal geometry, found by intersecting boxes
+    sources     ranks of a trainer: their tensors, and the boxes of Hugging Face tensors in them
+       │        ranks that hold the same can replace each other
        ▼
-    plan      recipes, the names of the units of each, and which source serves which units
+    cuts        each element that a receiver needs is cut out of one source tensor
+       │        cuts of one source tensor are read together, from the least busy rank that has it
+       ▼
+    transfers   what a receiver reads of one source tensor, by the method that takes least time
 
-Every element that a receiver needs is written exactly once, or the plan is refused. Bytes beyond
-the need move only where the plan gives a reason (tests/unit/weights/test_plan_properties.py).
+Every element that a receiver needs is written exactly once, or the plan is refused. More bytes than
+needed move only where a source tensor is read whole (tests/unit/weights/test_plan_properties.py).
+The layers of a model are alike, so a cut is computed once, without names, and used for all.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 from rollway.errors import UsageError
-from rollway.weights.layout import Box, find_overlap, place_at
-from rollway.weights.planning.recipe import Costs, Missing, UnitTarget, check_fits, make_steps
-from rollway.weights.planning.sources import Holding, ResidentTensor, Source
-from rollway.weights.planning.targets import Parts, TargetPart, Targets
-from rollway.weights.planning.transfers import Plan, Recipe, Total, Unit
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.layout import (
+    ELEMENT_BYTES,
+    Box,
+    Piece,
+    Placed,
+    Shape,
+    count_run,
+    place_at,
+    swap_last,
+)
+from rollway.weights.offer import Entry
+from rollway.weights.planning.targets import Target, TargetPart, Targets
+
+
+class ResidentTensor(NamedTuple):
+    """A tensor in a rank's memory, and the boxes that are stored in it.
+
+    A box refers to its Hugging Face tensor by the index in `names`."""
+
+    names: tuple[str, ...]
+    dtype: str
+    shape: Shape
+    held: tuple[Placed, ...]
+
+
+class Source(NamedTuple):
+    """A rank that receivers can read from, with its tensors by the trainer's names."""
+
+    name: str
+    tensors: Mapping[str, ResidentTensor]
+
+
+def source_from_pieces(
+    name: str, tensors: Mapping[str, TensorHeader | Entry], pieces: Sequence[Piece]
+) -> Source:
+    """Return a source for a rank from its own tensors and the pieces that are stored in them."""
+    by_tensor: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_tensor.setdefault(piece.source, []).append(piece)
+    resident = {}
+    for tensor, inside in by_tensor.items():
+        names = tuple(dict.fromkeys(piece.name for piece in inside))
+        held = tuple(Placed(p.box, p.at, p.transposed, names.index(p.name)) for p in inside)
+        resident[tensor] = ResidentTensor(names, tensors[tensor].dtype, tensors[tensor].shape, held)
+    return Source(name, resident)
+
+
+class Method(StrEnum):
+    """How a receiver reads what it needs of a source tensor."""
+
+    DIRECT = "direct"  # Each run of bytes that is contiguous at both ends, into its place
+    PACKED = "packed"  # The source copies the needed bytes into one run first, as it publishes
+    WHOLE = "whole"  # All of the source tensor; the receiver copies the needed part out of it
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Speeds of the machines, which decide between the methods."""
+
+    wire_gb_per_s: float = 50.0  # Network of one receiver; the default is a NIC of 400 Gb/s
+    read_seconds: float = 2.6e-6  # One operation on the wire
+    pack_gb_per_s: float = 8.0  # Copying at the source; 0 if the source can only be read
+    unpack_gb_per_s: float = 8.0  # Copying at the receiver, from a staging buffer into place
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Everything that a receiver reads of one source tensor, by one method."""
+
+    receiver: str
+    source: str
+    tensor: str
+    copies: list[tuple[str, Placed]]
+    """Boxes of the source tensor, each after the name of the parameter that it goes into."""
+    needed: int  # Bytes
+    seconds: float  # Estimated
+    moved: int  # Bytes on the wire
+    reads: int  # Operations on the wire
+    method: Method
+
+
+@dataclass(slots=True)
+class Total:
+    """Sums over transfers, which run one after another."""
+
+    needed: int = 0
+    moved: int = 0
+    reads: int = 0
+    seconds: float = 0.0
+    methods: Counter[str] = field(default_factory=Counter)  # Bytes on the wire, by method
+    sources: Counter[str] = field(default_factory=Counter)  # Bytes on the wire, by source
+
+    @property
+    def ratio(self) -> float:
+        return self.moved / self.needed if self.needed else 1.0
+
+    def add(self, transfer: Transfer) -> None:
+        self.needed += transfer.needed
+        self.moved += transfer.moved
+        self.reads += transfer.reads
+        self.seconds += transfer.seconds
+        self.methods[transfer.method] += transfer.moved
+        self.sources[transfer.source] += transfer.moved
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "bytes_needed": self.needed,
+            "bytes_moved": self.moved,
+            "bytes_ratio": round(self.ratio, 6),
+            "descriptors": self.reads,
+            "estimated_seconds": round(self.seconds, 6),
+            "bytes_by_method": dict(self.methods),
+            "bytes_by_source": dict(self.sources),
+        }
+
+
+@dataclass(eq=False, slots=True)
+class _Replicas:
+    """A tensor that one or more ranks hold alike."""
+
+    shared: ResidentTensor
+    kind: int  # Equal for tensors of equal geometry
+    holders: list[tuple[str, str]] = field(default_factory=list)  # Source, and the tensor in it
+
+
+class _Portion(NamedTuple):
+    """What one parameter receives of one source tensor."""
+
+    cuts: tuple[Placed, ...]
+    elements: int
+    runs: int  # Runs of elements that are contiguous at both ends
+    landings: int  # Runs of elements that are contiguous in the parameter alone
 
 
 def plan(
     sources: Sequence[Source],
-    receivers: Sequence[str],
-    targets: Targets,
+    receivers: Iterable[tuple[str, Targets]],
     costs: Costs | None = None,
-) -> Plan:
+) -> Iterator[Transfer]:
     """Find where every element that a receiver needs comes from, and how it is moved.
 
     Parameters:
         sources: the ranks that can be read.
-        receivers: the names of the ranks that receive, in the order of the parts in `targets`.
-        targets: which part of which tensor goes into which parameter.
+        receivers: the ranks that receive, with what goes into their parameters.
         costs: speeds of the machines, for the choice of methods.
 
-    Raises `UsageError` if an element has no source or would be written twice, if dtypes differ, or
-    if a name is used twice.
-    """
-    _check_names("source", [source.name for source in sources])
-    _check_names("receiver", list(receivers))
-    _check_targets(receivers, targets)
-    finder = _RecipeFinder(sources, receivers, targets, costs or Costs())
-    for names, holders in _group_units(sources, targets):
-        finder.add(names, holders)
-    recipes = list(finder.recipes.values())
-    totals = _share_out(recipes, sources, receivers)
-    return Plan([source.name for source in sources], list(totals), recipes, totals)
+    Raises `UsageError` if an element has no source, or if dtypes differ."""
+    finder = _Finder(sources)
+    needed: dict[tuple[str, _Replicas], list[tuple[str, _Portion]]] = {}
+    for receiver, targets in receivers:
+        for name, target in targets.items():
+            for group, portion in finder.find(name, target):
+                needed.setdefault((receiver, group), []).append((target.parameter, portion))
+
+    def order(key: tuple[str, _Replicas]) -> tuple[int, int]:
+        """Tensors of few ranks come first, so that others can avoid the ranks that they load; of
+        these, large ones, so that small ones can even out the loads."""
+        return len(key[1].holders), -sum(portion.elements for _, portion in needed[key])
+
+    busy: Counter[str] = Counter()  # Bytes that are read of each source
+    for receiver, group in sorted(needed, key=order):
+        source, tensor = min(group.holders, key=lambda holder: busy[holder[0]])
+        parts = needed[receiver, group]
+        copies = [(parameter, cut) for parameter, portion in parts for cut in portion.cuts]
+        size = ELEMENT_BYTES[group.shared.dtype]
+        bytes_needed = size * sum(portion.elements for _, portion in parts)
+        whole = size * math.prod(group.shared.shape)
+        choice = min(_list_choices(costs or Costs(), bytes_needed, whole, copies, parts))
+        transfer = Transfer(receiver, source, tensor, copies, bytes_needed, *choice)
+        busy[source] += transfer.moved
+        yield transfer
 
 
-def _check_names(kind: str, names: list[str]) -> None:
-    if not names:
-        raise UsageError(f"A plan needs at least one {kind}.", f"Give a {kind}.")
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(
-            f"Two of the plan's {kind}s are called {twice}.", "Give each its own name."
-        )
+class _Finder:
+    """Finds which source tensors have what a parameter needs."""
 
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._replicas: dict[str, list[tuple[_Replicas, int]]] = {}
+        """By Hugging Face tensor: where it is held, and its index there."""
+        self._found: dict[tuple[Any, ...], tuple[list[tuple[int, _Portion]], Box | None]] = {}
+        groups: dict[ResidentTensor, _Replicas] = {}
+        kinds: dict[tuple[Any, ...], int] = {}
+        for source in sources:
+            for tensor, resident in source.tensors.items():
+                group = groups.get(resident)
+                if group is None:
+                    kind = kinds.setdefault(resident[1:], len(kinds))
+                    group = groups[resident] = _Replicas(resident, kind)
+                    for index, name in enumerate(resident.names):
+                        self._replicas.setdefault(name, []).append((group, index))
+                group.holders.append((source.name, tensor))
 
-def _check_targets(receivers: Sequence[str], targets: Targets) -> None:
-    """Refuse targets that write an element twice, or beyond their parameter."""
-    writers: dict[str, list[tuple[str, Parts]]] = {}
-    for name, several in targets.items():
-        for target in several:
-            if len(target.parts) != len(receivers):
-                raise UsageError(
-                    f"{name} has parts for {len(target.parts)} ranks, but the plan has "
-                    f"{len(receivers)} receivers.",
-                    "Describe the same ranks in both.",
-                )
-            writers.setdefault(target.target, []).append((name, target.parts))
-    seen: set[tuple[int, ...]] = set()
-    for parameter, mine in writers.items():
-        # Equal layers share the very same parts, so one of them is checked for all.
-        key = tuple(id(parts) for _, parts in mine)
-        if key in seen:
-            continue
-        seen.add(key)
-        for number, receiver in enumerate(receivers):
-            _check_parameter(parameter, receiver, [(n, parts[number]) for n, parts in mine])
-
-
-def _check_parameter(
-    parameter: str, receiver: str, parts: list[tuple[str, TargetPart | None]]
-) -> None:
-    boxes = []
-    for name, part in parts:
-        if part is None or not part.box.elements:
-            continue
-        box = place_at(part.at, Box.whole(part.box.shape))
-        if len(part.at) != len(part.shape) or box.intersect(Box.whole(part.shape)) != box:
+    def find(self, name: str, target: Target) -> Iterator[tuple[_Replicas, _Portion]]:
+        places = self._replicas.get(name, [])
+        # The layers of a model are alike: what was found for one is found for all.
+        key = target.part, target.dtype, *[(group.kind, index) for group, index in places]
+        if key not in self._found:
+            for group, _ in places:
+                _check_dtype(name, group, target.dtype)
+            self._found[key] = _cover(target.part, [(g.shared, index) for g, index in places])
+        portions, missing = self._found[key]
+        if missing is not None:
             raise UsageError(
-                f"{name} does not fit into {parameter} of {receiver}: {list(part.box.shape)} at "
-                f"{list(part.at)} of {list(part.shape)}.",
-                "Check the shapes of the receiver's parameters.",
+                f"No source holds {name} at {list(missing.start)} to {list(missing.stop)}.",
+                "Check that every rank of the trainer is among the sources.",
             )
-        boxes.append(box)
-    if twice := find_overlap(boxes):
-        common = twice[0].intersect(twice[1]) or twice[0]
+        return ((places[number][0], portion) for number, portion in portions)
+
+
+def _list_choices(
+    costs: Costs,
+    needed: int,
+    whole: int,
+    copies: Sequence[tuple[str, Placed]],
+    parts: Sequence[tuple[str, _Portion]],
+) -> Iterator[tuple[float, int, int, Method]]:
+    """Yield seconds, bytes on the wire and reads of each method that is possible."""
+    cuts = len(copies)
+    runs = sum(portion.runs for _, portion in parts)
+    landings = sum(portion.landings for _, portion in parts)
+    is_transposed = any(cut.transposed for _, cut in copies)
+    on_wire = needed / (costs.wire_gb_per_s * 1e9)
+    if not is_transposed:
+        yield on_wire + runs * costs.read_seconds, needed, runs, Method.DIRECT
+    if costs.pack_gb_per_s and landings == cuts:
+        pack = needed / (costs.pack_gb_per_s * 1e9)
+        yield on_wire + pack + cuts * costs.read_seconds, needed, cuts, Method.PACKED
+    # Bytes beyond the need move only to avoid many small reads: a microsecond is not worth it.
+    if whole == needed or is_transposed or runs > cuts:
+        unpack = needed / (costs.unpack_gb_per_s * 1e9)
+        seconds = whole / (costs.wire_gb_per_s * 1e9) + unpack + costs.read_seconds
+        yield seconds, whole, 1, Method.WHOLE
+
+
+def _check_dtype(name: str, group: _Replicas, needed: str) -> None:
+    dtype, (source, _) = group.shared.dtype, group.holders[0]
+    if dtype != needed or dtype not in ELEMENT_BYTES:
         raise UsageError(
-            f"{parameter} of {receiver} would be written twice at {list(common.start)} to "
-            f"{list(common.stop)}.",
-            "Give it targets that do not overlap.",
-        )
-
-
-Holder = tuple[int, str, ResidentTensor]
-"""The number of a source, and one of its tensors with its name."""
-
-
-def _group_units(
-    sources: Sequence[Source], targets: Targets
-) -> Iterable[tuple[list[str], list[Holder]]]:
-    """Return the units: needed tensors that share source tensors, and who holds these.
-
-    Units are found by union-find: `leader` maps a tensor to another one of its unit, and the leader
-    of a unit to itself."""
-    leader: dict[str, str] = {}
-
-    def find_leader(name: str) -> str:
-        while (above := leader[name]) != name:
-            leader[name] = name = leader[above]  # halves the path for the next lookup
-        return name
-
-    def join(names: tuple[str, ...]) -> str | None:
-        """Put the needed ones of these tensors into one unit; return one of them."""
-        needed = [name for name in names if name in targets]
-        for name in needed:
-            leader.setdefault(name, name)
-            leader[find_leader(name)] = find_leader(needed[0])
-        return needed[0] if needed else None
-
-    first: dict[tuple[str, ...], str | None] = {}
-    holders: list[tuple[str, Holder]] = []
-    for number, source in enumerate(sources):
-        for tensor, offer in source.offers.items():
-            names = offer.names
-            if names not in first:  # ranks of one tensor-parallel group hold the same names
-                first[names] = join(names)
-            if (name := first[names]) is not None:
-                holders.append((name, (number, tensor, offer)))
-
-    units: dict[str, tuple[list[str], list[Holder]]] = {}
-    for name, several in targets.items():
-        if name not in leader:
-            box = next((part.box for target in several for part in target.parts if part), None)
-            if box is None:
-                continue
-            raise _report_missing(name, box)
-        units.setdefault(find_leader(name), ([], []))[0].append(name)
-    for name, holder in holders:
-        units[find_leader(name)][1].append(holder)
-    return units.values()
-
-
-def _report_missing(name: str, box: Box) -> UsageError:
-    return UsageError(
-        f"No source holds {name} at {list(box.start)} to {list(box.stop)}.",
-        "Check that every rank of the trainer is among the sources.",
-    )
-
-
-@dataclass(slots=True)
-class _RecipeFinder:
-    """Finds the recipe of each unit; units of equal geometry share one."""
-
-    sources: Sequence[Source]
-    receivers: Sequence[str]
-    targets: Targets
-    costs: Costs
-    recipes: dict[Any, Recipe] = field(default_factory=dict)
-    numbers: dict[Holding, int] = field(default_factory=dict)
-    numbers_by_id: dict[int, int] = field(default_factory=dict)
-    """The same by identity: hashing a holding for each of 100,000 tensors is slow."""
-
-    def add(self, names: list[str], holders: list[Holder]) -> None:
-        """Add the unit of these Hugging Face tensors to its recipe."""
-        index = {name: number for number, name in enumerate(names)}
-        # Holders with the same holding of the same tensors can replace each other.
-        alike: dict[tuple[int, ...], list[Holder]] = {}
-        last: tuple[str, ...] = ()
-        for holder in holders:
-            offer = holder[2]
-            if offer.names is not last:
-                last, places = offer.names, [index.get(name, -1) for name in offer.names]
-            alike.setdefault((self._number(offer.holding), *places), []).append(holder)
-        parameters: dict[str, int] = {}
-        targets = [
-            (number, parameters.setdefault(target.target, len(parameters)), target)
-            for number, name in enumerate(names)
-            for target in self.targets[name]
-        ]
-        # The key has the identity of `parts` instead of its value, which would be hashed for every
-        # unit.
-        key = (
-            tuple([(kind, *[holder[0] for holder in same]) for kind, same in alike.items()]),
-            tuple([(number, to, t.dtype, id(t.parts)) for number, to, t in targets]),
-        )
-        recipe = self.recipes.get(key)  # hashed once: a key may have hundreds of ranks
-        if recipe is None:
-            recipe = self.recipes[key] = self._find(names, list(alike.values()), index, targets)
-        tensors = tuple([tuple([name for _, name, _ in same]) for same in alike.values()])
-        recipe.units.append(Unit(tensors, tuple(parameters)))
-
-    def _number(self, holding: Holding) -> int:
-        number = self.numbers_by_id.get(id(holding))
-        if number is None:
-            number = self.numbers.setdefault(holding, len(self.numbers))
-            self.numbers_by_id[id(holding)] = number
-        return number
-
-    def _find(
-        self,
-        names: list[str],
-        groups: list[list[Holder]],
-        index: dict[str, int],
-        targets: list[UnitTarget],
-    ) -> Recipe:
-        holdings = [self._renumber(same[0], index) for same in groups]
-        for tensor, _, target in targets:
-            for holding, same in zip(holdings, groups, strict=True):
-                if any(held.tensor == tensor for held in holding.held):
-                    _check_dtype(names[tensor], holding.dtype, target.dtype, same[0][1])
-        ranks = tuple(tuple(rank for rank, _, _ in same) for same in groups)
-        steps = []
-        for number in range(len(self.receivers)):
-            try:
-                steps.append(make_steps(number, holdings, targets, self.costs))
-            except Missing as error:
-                raise _report_missing(names[error.tensor], error.box) from error
-        return Recipe(steps, ranks)
-
-    def _renumber(self, holder: Holder, index: dict[str, int]) -> Holding:
-        """Return the holding with the unit's numbers for its tensors (-1: not needed)."""
-        rank, name, offer = holder
-        numbers = [index.get(name, -1) for name in offer.names]
-        held = tuple(replace(h, tensor=numbers[h.tensor]) for h in offer.holding.held)
-        holding = replace(offer.holding, held=held)
-        check_fits(holding, f"{name} of {self.sources[rank].name}")
-        return holding
-
-
-def _check_dtype(name: str, held: str, needed: str, source: str) -> None:
-    if held != needed:
-        raise UsageError(
-            f"{name} is {held} in the source ({source}) and {needed} in the receiver.",
+            f"{name} is {dtype} in the source ({source}) and {needed} in the receiver.",
             "Offer it in the dtype that the receiver has: a plan moves bytes, it does not cast.",
         )
 
 
-def _share_out(
-    recipes: Sequence[Recipe], sources: Sequence[Source], receivers: Sequence[str]
-) -> dict[str, Total]:
-    """Choose the least busy of the sources that hold the same."""
-    steps = [
-        (recipe, number, place)
-        for recipe in recipes
-        for number in range(len(receivers))
-        for place in range(len(recipe.steps[number]))
-    ]
-    # Steps without a choice come first, so that the others can avoid the sources they load.
-    steps.sort(key=lambda step: len(step[0].ranks[step[0].steps[step[1]][step[2]].holding]))
-    totals = {receiver: Total() for receiver in receivers}
-    busy = [0] * len(sources)
-    for recipe, number, place in steps:
-        step, count = recipe.steps[number][place], len(recipe.units)
-        ranks = recipe.ranks[step.holding]
-        shares = _balance(count, step.choice.moved, [busy[rank] for rank in ranks])
-        recipe.holders[number, place] = tuple(accumulate(shares))
-        total = totals[receivers[number]]
-        total.add(step, count)
-        for rank, share in zip(ranks, shares, strict=True):
-            if share:
-                busy[rank] += share * step.choice.moved
-                total.sources[sources[rank].name] += share * step.choice.moved
-    return totals
+def _cover(
+    part: TargetPart, places: Sequence[tuple[ResidentTensor, int]]
+) -> tuple[list[tuple[int, _Portion]], Box | None]:
+    """Cover a box with boxes of one source tensor after the other, until nothing is left of it.
+
+    Return the portions with the numbers of their source tensors, and a box that none of them has.
+    """
+    left = [part.box] if part.box.elements else []
+    portions = []
+    for number, (resident, tensor) in enumerate(places):
+        cuts = []
+        for held in resident.held:
+            if held.tensor != tensor:
+                continue
+            uncovered = []
+            for box in left:
+                common = box.intersect(held.box)
+                if common is None:
+                    uncovered.append(box)
+                    continue
+                cuts.append(_connect(part, held, common))
+                uncovered += _subtract(box, common)
+            left = uncovered
+        if cuts:
+            portions.append((number, _measure(tuple(cuts), resident.shape, part.shape)))
+    return portions, left[0] if left else None
 
 
-def _balance(units: int, size: int, busy: list[int]) -> list[int]:
-    """Return how many of equal units each source serves, so that all become about equally busy."""
-    if len(busy) == 1:
-        return [units]
-    shares = [0] * len(busy)
-    heap = [(load, number) for number, load in enumerate(busy)]
-    heapq.heapify(heap)
-    for _ in range(units):
-        load, number = heap[0]
-        shares[number] += 1
-        heapq.heapreplace(heap, (load + size, number))
-    return shares
+def _connect(part: TargetPart, held: Placed, common: Box) -> Placed:
+    """Translate `common`, in Hugging Face coordinates, to a box of the source and its target."""
+    inside = common.relative_to(held.box.start)
+    if held.transposed:
+        inside = Box(swap_last(inside.start), swap_last(inside.stop))
+    at = place_at(part.at, common.relative_to(part.box.start)).start
+    return Placed(place_at(held.at, inside), at, held.transposed)
+
+
+def _subtract(box: Box, hole: Box) -> list[Box]:
+    """Return `box` without `hole`, which is inside it, as boxes that do not overlap."""
+    parts = []
+    # On each axis, split off the parts before and after the hole, then continue with the rest.
+    for axis, (start, stop) in enumerate(zip(hole.start, hole.stop, strict=True)):
+        for first, last in ((box.start[axis], start), (stop, box.stop[axis])):
+            if first < last:
+                parts.append(box.narrow(axis, first, last))
+        box = box.narrow(axis, start, stop)
+    return parts
+
+
+def _measure(cuts: tuple[Placed, ...], source: Shape, parameter: Shape) -> _Portion:
+    elements = runs = landings = 0
+    for cut in cuts:
+        count = cut.box.elements
+        here, there = count_run(cut.box.shape, source), count_run(cut.extent, parameter)
+        elements += count
+        runs += count if cut.transposed else count // min(here, there)
+        landings += count // there
+    return _Portion(cuts, elements, runs, landings)

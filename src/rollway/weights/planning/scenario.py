@@ -1,29 +1,33 @@
 """Plan from a short description: `megatron:tp=2,ep=8` to `vllm:tp=2`, for a model on disk.
 
-Neither has to run. A `config.json` is enough: the tensors of the Llama and Qwen families (dense and
-mixtures of experts) follow from it, also for models that would not fit on this machine. What the
-ranks of a Megatron trainer hold of them follows from its parallel sizes (`describe`).
+Neither has to run. A `config.json` is enough: transformers knows which tensors follow from it, also
+for models that would not fit on this machine. What the ranks of a Megatron trainer hold of them
+follows from its parallel sizes (`describe`).
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader, read_config, read_headers
-from rollway.weights.layout import Box, Role, Shape, Shard
+from rollway.weights.layout import Box, Placed, Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
 from rollway.weights.megatron.names import NameMap, role_of_name
-from rollway.weights.megatron.pieces import MegatronModel, RankLayout, is_legacy, sharding
-from rollway.weights.planning.plan import plan
-from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
-from rollway.weights.planning.targets import engine_ranks, engine_targets, hf_target
-from rollway.weights.planning.transfers import Plan
+from rollway.weights.megatron.pieces import (
+    MegatronModel,
+    RankLayout,
+    cuts,
+    is_legacy,
+    place,
+    sharding,
+)
+from rollway.weights.planning.plan import Costs, ResidentTensor, Source, Total, plan
+from rollway.weights.planning.targets import Headers, engine_ranks, engine_targets, hf_targets
 
 _SOURCES = {
     "hf": (),
@@ -32,18 +36,16 @@ _SOURCES = {
 }
 _TARGETS = {"hf": (), "vllm": ("tp", "ep")}
 """The sizes that a layout may have; the one without a name is `ranks`."""
-_QK_NORM = ("qwen3", "qwen3_moe")
-_QKV_BIAS = ("qwen2", "qwen2_moe")
-_KNOWN = ("llama", "mistral", *_QK_NORM, *_QKV_BIAS)
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _FUSED_NORM = ".layer_norm_"
 _OTHER_EXPERTS = (".experts.local_experts.", ".experts.weight")
 Config = Mapping[str, Any]
-Headers = dict[str, TensorHeader]
 
 
-def plan_scenario(model: Path, source: str, target: str, costs: Costs | None = None) -> Plan:
-    """Plan how a trainer laid out as `source` would refit one engine laid out as `target`.
+def plan_scenario(
+    model: Path, source: str, target: str, costs: Costs | None = None
+) -> tuple[Total, dict[str, Total]]:
+    """Return what all ranks of one engine laid out as `target` would read in a refit by a trainer
+    laid out as `source`, and what each of them would. All read at once.
 
     Parameters:
         model: a checkpoint directory, or a `config.json`.
@@ -55,10 +57,16 @@ def plan_scenario(model: Path, source: str, target: str, costs: Costs | None = N
     config, headers = read_model(model)
     sources = _make_sources(source, config, headers)
     if kind == "hf":
-        return plan(sources, ["receiver"], hf_target(headers), costs)
-    ranks = engine_ranks(config, **sizes)
-    receivers = [f"rank{number}" for number in range(len(ranks))]
-    return plan(sources, receivers, engine_targets(ranks, headers), costs)
+        receivers = {"receiver": hf_targets(headers)}
+    else:
+        ranks = enumerate(engine_ranks(config, **sizes))
+        receivers = {f"rank{number}": engine_targets(rank, headers) for number, rank in ranks}
+    total, totals = Total(), {name: Total() for name in receivers}
+    for transfer in plan(sources, receivers.items(), costs):
+        totals[transfer.receiver].add(transfer)
+        total.add(transfer)
+    total.seconds = max(each.seconds for each in totals.values())
+    return total, totals
 
 
 def _parse(spec: str, kinds: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, int]]:
@@ -87,93 +95,80 @@ def _make_sources(spec: str, config: Config, headers: Headers) -> list[Source]:
     return megatron_sources(describe(headers, names, Topology(**sizes)))
 
 
-# --- the tensors of a model, from its config.json ------------------------------------------------
+# --- the tensors of a model ----------------------------------------------------------------------
 
 
-def read_model(path: Path) -> tuple[dict[str, Any], Headers]:
+def read_model(path: Path) -> tuple[dict[str, Any], dict[str, TensorHeader]]:
     """Return config and tensors of a checkpoint directory, or of a `config.json` alone."""
     config = read_config(path / "config.json" if path.is_dir() else path)
     has_weights = path.is_dir() and any(path.glob("model*.safetensors*"))
     return config, read_headers(path) if has_weights else hf_headers(config)
 
 
-def hf_headers(config: Config) -> Headers:
+def hf_headers(config: Config) -> dict[str, TensorHeader]:
     """Return name, dtype and shape of the tensors of the model that `config` describes."""
-    kind = str(config.get("model_type", ""))
-    if kind not in _KNOWN:
+    ModelGeometry.from_hf_config(config)  # refuses sizes with which a model takes hours to build
+    try:
+        torch: Any = importlib.import_module("torch")
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
         raise UsageError(
-            f"Rollway does not know the tensors of a model of type {kind!r}.",
-            f"Give a directory with its weight files, or one of {', '.join(_KNOWN)}.",
-        )
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    if dtype not in _DTYPES:
+            "The tensors of a model follow from its config.json only with transformers and torch.",
+            "Install them, or give a directory with the model's weight files.",
+        ) from error
+    from rollway.weights.sources import from_module
+
+    try:
+        known = transformers.AutoConfig.for_model(**config)
+        dtype = known.dtype or torch.bfloat16
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(known, dtype=dtype)
+    except Exception as error:  # transformers raises errors of many kinds
         raise UsageError(
-            f"The model's config.json has the unknown dtype {dtype}.",
-            f"Use one of {', '.join(_DTYPES)}.",
-        )
-    geometry = ModelGeometry.from_hf_config(config)
-    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    if type(step) is not int or step < 1 or not isinstance(dense, list):
-        raise UsageError(
-            "The model's config.json has an invalid decoder_sparse_step or mlp_only_layers.",
-            "Save the model's config again.",
-        )
-    return {
-        name: TensorHeader(_DTYPES[dtype], shape, "")
-        for name, shape in _list_tensors(config, geometry)
-    }
+            f"transformers cannot build the model of this config.json: {str(error)[:300]}",
+            "Give a directory with the model's weight files.",
+        ) from error
+    shards = (held.shard for held in from_module(model))
+    return {shard.name: TensorHeader(shard.dtype, shard.shape) for shard in shards}
 
 
-def _list_tensors(config: Config, size: ModelGeometry) -> Iterator[tuple[str, Shape]]:
-    yield "model.embed_tokens.weight", (size.vocab, size.hidden)
-    for layer in range(size.layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (size.hidden,)
-        yield from _list_attention(f"{prefix}.self_attn", config, size)
-        yield f"{prefix}.post_attention_layernorm.weight", (size.hidden,)
-        if size.experts and not _is_dense(layer, config):
-            yield f"{prefix}.mlp.gate.weight", (size.experts, size.hidden)
-            for expert in range(size.experts):
-                yield from _list_mlp(f"{prefix}.mlp.experts.{expert}", size.moe_ffn, size.hidden)
-        else:
-            yield from _list_mlp(f"{prefix}.mlp", size.ffn, size.hidden)
-    yield "model.norm.weight", (size.hidden,)
-    if not size.tied_embeddings:
-        yield "lm_head.weight", (size.vocab, size.hidden)
+# --- trainers that do not run --------------------------------------------------------------------
 
 
-def _is_dense(layer: int, config: Config) -> bool:
-    step = int(config.get("decoder_sparse_step") or 1)
-    return layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % step != 0
+def fsdp_sources(headers: Headers, ranks: int) -> list[Source]:
+    """Return sources for ranks that shard every tensor by rows, as FSDP2 does. The last ranks may
+    have fewer rows than others, or none. A tensor without dimensions is on all ranks."""
+    sources = []
+    for rank in range(ranks):
+        tensors = {}
+        for name, header in headers.items():
+            box = Box.whole(header.shape)
+            if header.shape:
+                rows, height = -(-header.shape[0] // ranks), header.shape[0]
+                box = box.narrow(0, min(rank * rows, height), min((rank + 1) * rows, height))
+            if box.elements:
+                held = (Placed(box, (0,) * len(box.start)),)
+                tensors[name] = ResidentTensor((name,), header.dtype, box.shape, held)
+        sources.append(Source("trainer" if ranks == 1 else f"trainer{rank}", tensors))
+    return sources
 
 
-def _list_attention(
-    prefix: str, config: Config, size: ModelGeometry
-) -> Iterator[tuple[str, Shape]]:
-    rows = {"q": size.query_rows, "k": size.key_rows, "v": size.key_rows}
-    for part, count in rows.items():
-        yield f"{prefix}.{part}_proj.weight", (count, size.hidden)
-        if config.get("attention_bias") or config["model_type"] in _QKV_BIAS:
-            yield f"{prefix}.{part}_proj.bias", (count,)
-    yield f"{prefix}.o_proj.weight", (size.hidden, size.heads * size.head_dim)
-    if config.get("attention_bias"):
-        yield f"{prefix}.o_proj.bias", (size.hidden,)
-    if config["model_type"] in _QK_NORM:
-        yield f"{prefix}.q_norm.weight", (size.head_dim,)
-        yield f"{prefix}.k_norm.weight", (size.head_dim,)
-
-
-def _list_mlp(prefix: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]:
-    yield f"{prefix}.gate_proj.weight", (width, hidden)
-    yield f"{prefix}.up_proj.weight", (width, hidden)
-    yield f"{prefix}.down_proj.weight", (hidden, width)
-
-
-# --- a trainer that does not run ---------------------------------------------------------------
+def megatron_sources(model: MegatronModel) -> list[Source]:
+    """Return a source for every rank of a Megatron trainer, replicas included: the planner divides
+    the load among them."""
+    sources = []
+    for rank, layout in model.ranks.items():
+        tensors = {}
+        for tensor, names in layout.names.items():
+            shard = layout.shards[tensor]
+            held = cuts(shard, len(names), model.geometry)
+            tensors[tensor] = ResidentTensor(names, shard.dtype, shard.box.shape, held)
+        sources.append(Source(f"trainer{rank}", tensors))
+    return sources
 
 
 def describe(
-    hf: Mapping[str, TensorHeader],
+    hf: Headers,
     names: NameMap,
     topology: Topology,
     templates: Sequence[str] | None = None,
@@ -190,17 +185,17 @@ def describe(
     layouts: dict[int, RankLayout] = {}
     shared: dict[tuple[int, int], list[tuple[Shard, tuple[str, ...]]]] = {}
     for rank, position in enumerate(topology.positions()):
-        place = position.pp, position.ep  # the names of a rank's tensors depend only on these
-        if place not in shared:
-            shared[place] = list(_list_shards(hf, names, position, templates))
-        shards = {tensor.name: _make_shard(tensor, position) for tensor, _ in shared[place]}
-        hf_names = {tensor.name: parts for tensor, parts in shared[place]}
+        stage = position.pp, position.ep  # the names of a rank's tensors depend only on these
+        if stage not in shared:
+            shared[stage] = list(_list_tensors(hf, names, position, templates))
+        shards = {tensor.name: _make_shard(tensor, position) for tensor, _ in shared[stage]}
+        hf_names = {tensor.name: parts for tensor, parts in shared[stage]}
         layouts[rank] = RankLayout(position, shards, hf_names)
     return MegatronModel(names.geometry, layouts)
 
 
-def _list_shards(
-    hf: Mapping[str, TensorHeader], names: NameMap, position: Position, templates: Sequence[str]
+def _list_tensors(
+    hf: Headers, names: NameMap, position: Position, templates: Sequence[str]
 ) -> Iterator[tuple[Shard, tuple[str, ...]]]:
     """Yield Megatron's tensors, all tensor-parallel ranks joined, and the HF tensors in each."""
     used: set[str] = set()
@@ -214,7 +209,7 @@ def _list_shards(
             if not all(n in hf for n in names.hf_names(linear, position)):
                 continue
         used.update(hf_names)
-        role = role_of_name(template, gated=names.geometry.gated)
+        role = role_of_name(template)
         shapes = [hf[n].shape for n in hf_names]
         shape = _join_shapes(name, role, shapes, names.geometry, position)
         yield Shard(name, hf[hf_names[0]].dtype, shape, Box.whole(shape), role), hf_names
@@ -241,24 +236,18 @@ def _list_names(
 
 
 def _make_shard(tensor: Shard, position: Position) -> Shard:
-    box = _find_box(tensor.role, is_legacy(tensor.name), tensor.shape, position)
-    if box is None:
-        raise UsageError(
-            f"{tensor.name} ({list(tensor.shape)}) cannot be cut evenly at {position}.",
-            "Use other parallel sizes, or a padded_vocab that they divide.",
-        )
-    return replace(tensor, box=box)
-
-
-@lru_cache(maxsize=65536)
-def _find_box(role: Role, legacy: bool, shape: Shape, position: Position) -> Box | None:
-    """Return the box of a tensor that a rank holds, or None if it cannot be shared evenly."""
-    axis, rank, size = sharding(role, legacy, len(shape), position)
-    whole = Box.whole(shape)
-    if axis is None:
-        return whole
-    length, rest = divmod(shape[axis], size)
-    return None if rest else whole.narrow(axis, rank * length, (rank + 1) * length)
+    """Return what a rank holds of a tensor."""
+    name, shape, role = tensor.name, tensor.shape, tensor.role
+    axis, _, size = sharding(role, is_legacy(name), len(shape), position)
+    if axis is not None:
+        length, rest = divmod(shape[axis], size)
+        if rest:
+            raise UsageError(
+                f"{name} ({list(shape)}) cannot be cut evenly at {position}.",
+                "Use other parallel sizes, or a padded_vocab that they divide.",
+            )
+        shape = (*shape[:axis], length, *shape[axis + 1 :])
+    return place(name, tensor.dtype, shape, role, position)
 
 
 def _join_shapes(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import zip_longest
@@ -37,8 +37,8 @@ from rollway.weights.layout import (
     swap_last,
 )
 from rollway.weights.offer import Count, Entry, check_entries
-from rollway.weights.planning.sources import Source, source_from_pieces
-from rollway.weights.planning.targets import Target, TensorInfo, cells
+from rollway.weights.planning.plan import Source, source_from_pieces
+from rollway.weights.planning.targets import Headers, Targets, cells
 from rollway.weights.transports.nixl.agent import Agent, ErrorHandling, Memory, find_memory_kind
 from rollway.weights.transports.nixl.catalog import Listing
 from rollway.weights.untrusted import MAX_ELEMENTS
@@ -165,7 +165,7 @@ class SourceGroup:
                 raise WeightsError(f"The pieces of {name} have different numbers of dimensions.")
             shape: Shape = tuple(map(max, zip(*(box.stop for box in parts), strict=True)))
             check_covered(name, shape, [box for box in parts if box.elements])
-            headers[name] = TensorHeader(dtypes[name], shape, "")
+            headers[name] = TensorHeader(dtypes[name], shape)
         return headers
 
     @cached_property
@@ -181,7 +181,7 @@ class SourceGroup:
     def nbytes(self) -> int:
         return sum(map(count_bytes, self.headers.values()))
 
-    def check_reach(self, wants: Mapping[str, Sequence[Target]]) -> None:
+    def check_reach(self, wants: Targets) -> None:
         """Raise if what is wanted is not all at sources that may be read."""
         if self.rank is None:
             return
@@ -189,11 +189,11 @@ class SourceGroup:
         for source in self.readable:
             for piece in source.layout.pieces:
                 held.setdefault(piece.name, []).append(piece.box)
-        for name, targets in wants.items():
-            for box in [part.box for each in targets for part in each.parts if part is not None]:
-                common = (box.intersect(other) for other in set(held.get(name, ())))
-                if sum(part.elements for part in common if part is not None) < box.elements:
-                    raise self._describe_reach(name, box)
+        for name, want in wants.items():
+            box = want.part.box
+            common = (box.intersect(other) for other in set(held.get(name, ())))
+            if sum(part.elements for part in common if part is not None) < box.elements:
+                raise self._describe_reach(name, box)
 
     def _describe_reach(self, name: str, box: Box) -> WeightsError:
         holders = {
@@ -253,14 +253,14 @@ def write_listing(
     )
 
 
-def count_bytes(tensor: TensorInfo) -> int:
+def count_bytes(tensor: TensorHeader | Entry) -> int:
     return math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
 
 
 def split_for_ranks(
     tensors: dict[str, Tensor],
     pieces: Iterable[Piece],
-    headers: Mapping[str, TensorInfo],
+    headers: Headers,
     ranks: int,
     *,
     pack: bool,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
+from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import digest, dtype_name
 from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer, list_boxes
-from rollway.weights.planning.targets import LocalTensor, TensorInfo
 from rollway.weights.transports.base import (
     NamedTensor,
     Publisher,
@@ -225,12 +225,12 @@ def _copy_to_pool(pool: Pool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read_source(
     source: Source, *, with_replicas: bool = False
-) -> tuple[dict[str, Tensor], list[Piece], dict[str, TensorInfo]]:
+) -> tuple[dict[str, Tensor], list[Piece], dict[str, TensorHeader]]:
     """Return tensors, their pieces, and the whole tensors' headers, as far as those are known; of
     tensors that other ranks publish nothing, unless `with_replicas`."""
     tensors: dict[str, Tensor] = {}
     pieces: list[Piece] = []
-    headers: dict[str, TensorInfo] = {}
+    headers: dict[str, TensorHeader] = {}
     for item in list_items(source):
         if isinstance(item, tuple):
             name, tensor = item
@@ -242,15 +242,15 @@ def _read_source(
             pieces += item.pieces
             # Only a shard with the name of its Hugging Face tensor knows that tensor's shape.
             if all(piece.name == name for piece in item.pieces):
-                headers[name] = LocalTensor(item.shard.dtype, item.shard.shape)
+                headers[name] = TensorHeader(item.shard.dtype, item.shard.shape)
         else:
             continue
         tensors[name] = tensor
     return tensors, pieces, headers
 
 
-def _describe_tensor(tensor: Tensor) -> LocalTensor:
-    return LocalTensor(dtype_name(tensor), tuple(tensor.shape))
+def _describe_tensor(tensor: Tensor) -> TensorHeader:
+    return TensorHeader(dtype_name(tensor), tuple(tensor.shape))
 
 
 def _find_device(tensors: dict[str, Tensor]) -> torch.device:

@@ -30,10 +30,8 @@ from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Slices
 from rollway.weights.offer import Offer
-from rollway.weights.planning.plan import plan
-from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.targets import hf_slices
-from rollway.weights.planning.transfers import Total
+from rollway.weights.planning.plan import Costs, Total, plan
+from rollway.weights.planning.targets import hf_targets
 from rollway.weights.transports.base import Reader, never
 from rollway.weights.transports.nixl.agent import Agent, TimedOut, make_unique_name
 from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
@@ -257,14 +255,13 @@ class NixlReader(Reader):
         """Return the windows for these sources; plan them if their layouts are new."""
         windows = self._windows.get(group.key)
         if windows is None:
-            wants = hf_slices(group.headers, self._slices.boxes)
+            wants = hf_targets(group.headers, self._slices.boxes)
             # The planner does not know tensors without elements; windows have them as targets.
             to_plan = {n: want for n, want in wants.items() if 0 not in group.headers[n].shape}
             group.check_reach(to_plan)
             sources = [source.for_planner() for source in group.readable]
             windows = make_windows(
-                plan(sources, [self.name], to_plan, _COSTS),
-                self.name,
+                list(plan(sources, [(self.name, to_plan)], _COSTS)),
                 wants,
                 {source.name: source.layout.tensors for source in group.sources},
                 group.digests,

@@ -14,7 +14,7 @@ made once per plan and used for all versions.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
+from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import digest
-from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Placed, Shape, place_at
+from rollway.weights.layout import ELEMENT_BYTES, Box, Piece, Placed, Shape, count_run, place_at
 from rollway.weights.offer import Entry, list_boxes
-from rollway.weights.planning.recipe import run
-from rollway.weights.planning.targets import LocalTensor, Targets, TensorInfo
-from rollway.weights.planning.transfers import Plan, Total, Transfer
+from rollway.weights.planning.plan import Method, Total, Transfer
+from rollway.weights.planning.targets import Targets
 from rollway.weights.transports.entries import align, view_entry
 from rollway.weights.transports.nixl.agent import Agent, Pool, Prepared, TimedOut, find_memory_kind
 from rollway.weights.transports.nixl.listing import (
@@ -61,7 +61,7 @@ class Window:
     cuts: list[tuple[Entry, Transfer]] = field(default_factory=list)
     """Source tensors that are read whole, and the transfers that copy them into targets."""
 
-    def place(self, name: str, tensor: TensorInfo) -> Entry:
+    def place(self, name: str, tensor: TensorHeader | Entry) -> Entry:
         nbytes = count_bytes(tensor)
         entry = Entry(name, tensor.dtype, tensor.shape, self.offset + self.nbytes, nbytes)
         self.nbytes += align(nbytes, ALIGNED)
@@ -72,7 +72,7 @@ class Window:
         views = {target.name: view_entry(memory, target) for target in self.targets}
         for whole, transfer in self.cuts:
             source = view_entry(memory, whole)
-            for name, cut in transfer.copies():
+            for name, cut in transfer.copies:
                 part = source[cut.box.slices]
                 part = part.transpose(-1, -2) if cut.transposed else part
                 views[name][cut.destination.slices] = part.reshape(cut.extent)
@@ -91,8 +91,7 @@ class Windows:
 
 
 def make_windows(
-    plan: Plan,
-    receiver: str,
+    transfers: Sequence[Transfer],
     wants: Targets,
     sources: Mapping[str, Mapping[str, Entry]],
     pieces: Iterable[tuple[str, Box]],
@@ -104,13 +103,7 @@ def make_windows(
 
     `keep` places the windows side by side, so that in the end the buffer holds all targets and can
     be served to others. Otherwise every window starts at 0, and the caller alternates buffers."""
-    targets = {
-        want.target: LocalTensor(want.dtype, part.shape)
-        for several in wants.values()
-        for want in several
-        if (part := want.parts[0]) is not None
-    }
-    transfers = list(plan.transfers(receiver))
+    targets = {want.parameter: TensorHeader(want.dtype, want.part.shape) for want in wants.values()}
     windows: list[Window] = []
     where: dict[str, tuple[Window, Entry]] = {}
     for group in _group_targets(targets, transfers):
@@ -126,8 +119,8 @@ def make_windows(
     end = max((window.offset + window.nbytes for window in windows), default=0)
     for transfer in transfers:
         source, tensor = transfer.source, sources[transfer.source][transfer.tensor]
-        if transfer.step.choice.staged:
-            window = where[next(transfer.copies())[0]][0]
+        if transfer.method is Method.WHOLE:
+            window = where[transfer.copies[0][0]][0]
             # Behind kept windows, all windows share the space of tensors that are read whole: it
             # is scratch, and only the targets stay.
             if keep and not window.cuts:
@@ -137,10 +130,13 @@ def make_windows(
             row = np.array([[tensor.offset, whole.offset, whole.nbytes]], dtype=np.int64)
             window.reads[source].append(row)
             continue
-        for name, cut in transfer.copies():
+        for name, cut in transfer.copies:
             window, target = where[name]
             window.reads[source].append(_make_rows(cut, tensor, target))
-    return Windows(windows, _find_checks(wants, pieces), plan.totals[receiver])
+    total = Total()
+    for transfer in transfers:
+        total.add(transfer)
+    return Windows(windows, _find_checks(wants, pieces), total)
 
 
 def verify(
@@ -171,7 +167,7 @@ def resolve_reads(
 
 
 def _group_targets(
-    targets: Mapping[str, LocalTensor], transfers: list[Transfer]
+    targets: Mapping[str, TensorHeader], transfers: Sequence[Transfer]
 ) -> Iterator[list[str]]:
     """Yield targets in order, with those that are cut from one whole source tensor together.
 
@@ -185,8 +181,8 @@ def _group_targets(
         return name
 
     for transfer in transfers:
-        if transfer.step.choice.staged:
-            for first, second in pairwise(name for name, _ in transfer.copies()):
+        if transfer.method is Method.WHOLE:
+            for first, second in pairwise(name for name, _ in transfer.copies):
                 leader[find(second)] = find(first)
     groups: dict[str, list[str]] = {}
     for name in targets:
@@ -197,7 +193,7 @@ def _group_targets(
 def _make_rows(cut: Placed, tensor: Entry, target: Entry) -> Offsets:
     """Return one row for each run of elements that is contiguous at both ends."""
     size, extent = ELEMENT_BYTES[tensor.dtype], cut.extent
-    length = min(run(cut.box.shape, tensor.shape), run(extent, target.shape))
+    length = min(count_run(cut.box.shape, tensor.shape), count_run(extent, target.shape))
     blocks = np.arange(0, cut.box.elements, length, dtype=np.int64)
     remote = _flatten(blocks, cut.box.shape, cut.box.start, tensor.shape)
     local = _flatten(blocks, extent, cut.at, target.shape)
@@ -220,18 +216,17 @@ def _find_checks(wants: Targets, pieces: Iterable[tuple[str, Box]]) -> dict[str,
     """Find where each piece is in the targets; a digest covers a whole piece only."""
     checks: dict[str, list[PieceCheck]] = {}
     for name, box in pieces:
-        for want in wants.get(name, ()):
-            part = want.parts[0]
-            common = box.intersect(part.box) if part else None
-            if part is None or common is None:
-                continue
-            if common != box:
-                raise UsageError(
-                    f"Only a part of a piece of {name} is wanted, which cannot be verified.",
-                    "Receive whole tensors; digests are those of the pieces that ranks hold.",
-                )
-            place = place_at(part.at, box.relative_to(part.box.start))
-            checks.setdefault(want.target, []).append((place, (name, box)))
+        want = wants.get(name)
+        common = box.intersect(want.part.box) if want else None
+        if want is None or common is None:
+            continue
+        if common != box:
+            raise UsageError(
+                f"Only a part of a piece of {name} is wanted, which cannot be verified.",
+                "Receive whole tensors; digests are those of the pieces that ranks hold.",
+            )
+        place = place_at(want.part.at, box.relative_to(want.part.box.start))
+        checks.setdefault(want.parameter, []).append((place, (name, box)))
     return checks
 
 
