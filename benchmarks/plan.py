@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from benchmarks import round_floats
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.geometry import Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.megatron.pieces import MegatronModel
 from rollway.weights.planning.plan import Total, plan
@@ -72,7 +72,7 @@ def measure(
     """Plan from a Megatron trainer of this topology to one vLLM engine of `tp` ranks."""
     headers = hf_headers(config)
     began = time.monotonic()
-    names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+    names = NameMap.from_hf_config(config)
     model = describe(headers, names, topology)
     sources = megatron_sources(model)
     layout_seconds = time.monotonic() - began

@@ -76,7 +76,7 @@ def _megatron_shape(shard: Shard, geometry: ModelGeometry) -> Shape:
 
 def held_by_ranks(directory: Path, tensors: Tensors, topology: Topology) -> list[list[HeldTensor]]:
     config = json.loads((directory / "config.json").read_text())
-    names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+    names = NameMap.from_hf_config(config)
     model = describe(read_headers(directory), names, topology)
     local = from_hf(tensors, model)
     return [hold(model, rank, local[rank]) for rank in model.ranks]

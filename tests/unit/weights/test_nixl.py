@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from rollway.engine import incoming
 from rollway.errors import UsageError, WeightsError
 from rollway.signed_calls import SECRET
 from rollway.weights.layout import Slices
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.geometry import Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Offer
 from rollway.weights.planning.plan import Source
@@ -298,9 +297,10 @@ def test_megatron_ranks_give_hugging_face_tensors(
     """Fused, interleaved, padded, transposed and replicated tensors are read as planned."""
     config = MOE if experts else DENSE
     arrays, headers = model_of(config)
-    geometry = replace(ModelGeometry.from_hf_config(config), padded_vocab=32)
-    names = NameMap(config["model_type"], geometry)
-    described = describe_as(headers, names, topology, experts=experts or Experts.GROUPED)
+    names = NameMap.from_hf_config(config)
+    described = describe_as(
+        headers, names, topology, padded_vocab=32, experts=experts or Experts.GROUPED
+    )
     model = {name: torch.from_numpy(array) for name, array in arrays.items()}
     publish_and_receive(megatron_sources(described), model, rounds=3)
 

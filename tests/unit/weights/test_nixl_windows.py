@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Piece
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.geometry import Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Entry, list_boxes
 from rollway.weights.planning.plan import Costs, Source, plan
@@ -118,9 +117,10 @@ def test_windows_give_the_model_from_any_megatron_layout(
 ) -> None:
     """Blocks may be free (all reads are strided) or expensive (tensors are read whole)."""
     model, headers = model_of(MOE)
-    geometry = replace(ModelGeometry.from_hf_config(MOE), padded_vocab=32)
-    names = NameMap("qwen3_moe", geometry)
-    sources = megatron_sources(describe_as(headers, names, topology, experts=experts))
+    names = NameMap.from_hf_config(MOE)
+    sources = megatron_sources(
+        describe_as(headers, names, topology, padded_vocab=32, experts=experts)
+    )
     costs = Costs(pack_gb_per_s=0, read_seconds=block)
     windows = windows_of(sources, hf_targets(headers), costs, size, keep)
     arrays = run_windows(windows, sources, model)

@@ -14,9 +14,7 @@ from tests.unit.weights.planned import slices
 QWEN3_30B = ModelGeometry(
     layers=48, hidden=2048, heads=32, query_groups=4, head_dim=128, vocab=151936
 )
-SMALL = ModelGeometry(
-    layers=1, hidden=6, heads=4, query_groups=2, head_dim=4, vocab=10, ffn=8, moe_ffn=4, experts=4
-)
+SMALL = ModelGeometry(layers=1, hidden=6, heads=4, query_groups=2, head_dim=4, vocab=10, experts=4)
 
 
 def _filled(
@@ -48,21 +46,6 @@ def test_fused_qkv_is_split_by_query_group(size: int, columns: Shape) -> None:
     assert torch.equal(result["q"], blocks[:, :2].reshape(16, *columns))
     assert torch.equal(result["k"], blocks[:, 2].reshape(8, *columns))
     assert torch.equal(result["v"], blocks[:, 3].reshape(8, *columns))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_an_output_gate_is_between_queries_and_keys(size: int) -> None:
-    gated = ModelGeometry(
-        layers=1, hidden=6, heads=4, query_groups=2, head_dim=4, vocab=10,
-        attention_output_gate=True,
-    )  # fmt: skip
-    whole = torch.arange(48.0 * 6).view(48, 6)
-    result = _filled("linear_qkv.weight", whole, Role.QKV_COLUMN, ["q", "k", "v"], gated, size)
-    blocks = whole.view(2, 6, 4, 6)
-    queries, gates = blocks[:, :2].reshape(4, 1, 4, 6), blocks[:, 2:4].reshape(4, 1, 4, 6)
-    assert torch.equal(result["q"], torch.cat([queries, gates], 1).reshape(32, 6))
-    assert torch.equal(result["k"], blocks[:, 4].reshape(8, 6))
-    assert torch.equal(result["v"], blocks[:, 5].reshape(8, 6))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

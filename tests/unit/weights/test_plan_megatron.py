@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.errors import UsageError
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.geometry import Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.planning.plan import Costs, plan
 from rollway.weights.planning.scenario import megatron_sources
@@ -49,9 +48,8 @@ def test_any_topology_to_any_engine(
     costs: Costs,
 ) -> None:
     model, headers = model_of(config)
-    geometry = replace(ModelGeometry.from_hf_config(config), padded_vocab=32)
-    names = NameMap(config["model_type"], geometry)
-    described = describe_as(headers, names, topology, norms=norms, experts=experts)
+    names = NameMap.from_hf_config(config)
+    described = describe_as(headers, names, topology, padded_vocab=32, norms=norms, experts=experts)
     sources = megatron_sources(described)
     ranks = engine_ranks(config, *engine)
     wanted = [engine_targets(rank, headers) for rank in ranks]
@@ -63,7 +61,7 @@ def test_any_topology_to_any_engine(
 
 def test_the_error_names_a_tensor_of_a_missing_stage() -> None:
     _, headers = model_of(DENSE)
-    names = NameMap("qwen2", ModelGeometry.from_hf_config(DENSE))
+    names = NameMap.from_hf_config(DENSE)
     sources = megatron_sources(describe_as(headers, names, Topology(pp=2)))
     (rank,) = engine_ranks(DENSE)
     with pytest.raises(UsageError, match=r"No source holds model\.layers\.1\."):

@@ -74,7 +74,11 @@ def cuts(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Placed, ...
     try:
         return _cuts(shard.role, is_legacy(shard.name), count, shard.shape, shard.box, geometry)
     except _Misfit as error:
-        raise _report(shard, error) from error
+        raise UsageError(
+            f"{shard.name} ({shard.role}, {list(shard.shape)} over all ranks) does not fit the "
+            f"model: {error}.",
+            "Check the model's geometry, the tensor's role and the parallel sizes.",
+        ) from error
 
 
 def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -> Shard:
@@ -141,33 +145,30 @@ class _Misfit(Exception):
     Cached functions raise it without the tensor's name, which is not part of their key."""
 
 
-def _report(shard: Shard, error: _Misfit) -> UsageError:
-    return UsageError(
-        f"{shard.name} ({shard.role}, {list(shard.shape)} over all ranks) does not fit the "
-        f"model: {error}.",
-        "Check the model's geometry, the tensor's role and the parallel sizes.",
-    )
-
-
 @lru_cache(maxsize=65536)
 def _cuts(
     role: Role, legacy: bool, count: int, shape: Shape, box: Box, geometry: ModelGeometry
 ) -> tuple[Placed, ...]:
     if legacy:
         return _legacy_cuts(role, count, shape, box, geometry)
-    heights = [whole[0] for whole in _hf_shapes(role, legacy, count, shape, geometry) if whole]
     if role in _NOT_FUSED:
+        if count != 1:
+            raise _Misfit(f"it has one part, but {count} names")
         return (Placed(box, (0,) * len(shape)),)
+    heights = _heights(role, shape, geometry)
+    if count not in (1, len(heights)):
+        raise _Misfit(f"it has {len(heights)} parts, but {count} names")
     if role is Role.VOCAB_PARALLEL:
         runs = [_Run(0, box.start[0], box.start[0], box.shape[0])]
     elif role is Role.QKV_COLUMN:
         runs = _qkv_runs(box.start[0], box.stop[0], geometry)
     else:
-        runs = _gated_runs(box, geometry)
-    if count == 1 and role is not Role.VOCAB_PARALLEL:
-        # Some families have one tensor for all parts, one below the other.
-        tops = [sum(_heights(role, shape, geometry)[:i]) for i in range(3)]
-        runs = [_Run(0, run.source, run.target + tops[run.index], run.length) for run in runs]
+        runs = _gated_runs(box)
+    if count == 1:  # some families have one tensor for all parts, one below the other
+        runs = [
+            _Run(0, run.source, run.target + sum(heights[: run.index]), run.length) for run in runs
+        ]
+        heights = (sum(heights),)
     placed = []
     for run in runs:
         stop = min(run.target + run.length, heights[run.index])  # the rest is padding
@@ -175,6 +176,23 @@ def _cuts(
             at = (run.source - box.start[0], *(0 for _ in box.start[1:]))
             placed.append(Placed(box.narrow(0, run.target, stop), at, tensor=run.index))
     return tuple(join_neighbours(placed))
+
+
+def _heights(role: Role, shape: Shape, geometry: ModelGeometry) -> tuple[int, ...]:
+    """Return the rows of each part of a fused tensor, or of a padded one without its padding."""
+    rows = shape[0]
+    if role is Role.VOCAB_PARALLEL:
+        if rows < geometry.vocab:
+            raise _Misfit(f"the vocabulary has {geometry.vocab} rows")
+        return (geometry.vocab,)
+    if role is Role.QKV_COLUMN:
+        heights = geometry.query_rows, geometry.key_rows, geometry.key_rows
+        if rows != sum(heights):
+            raise _Misfit(f"its queries, keys and values have {sum(heights)} rows")
+        return heights
+    if rows % 2:
+        raise _Misfit("gate and up cannot have as many rows")
+    return rows // 2, rows // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,38 +207,26 @@ class _Run:
 
 def _qkv_runs(start: int, stop: int, geometry: ModelGeometry) -> list[_Run]:
     """Return the runs in rows `start` to `stop` of the fused tensor."""
-    block = geometry.qkv_rows // geometry.query_groups
+    d, queries = geometry.head_dim, geometry.heads_per_group * geometry.head_dim
+    block = queries + 2 * d
     runs = []
     for group in range(start // block, -(-stop // block)):
         at = group * block
-        for run in _group_runs(group, geometry):
+        for part in (
+            _Run(0, at, group * queries, queries),
+            _Run(1, at + queries, group * d, d),
+            _Run(2, at + queries + d, group * d, d),
+        ):
             # With more tensor ranks than query groups, a rank's rows begin or end inside a group.
-            first, last = max(start, at + run.source), min(stop, at + run.source + run.length)
+            first, last = max(start, part.source), min(stop, part.source + part.length)
             if first < last:
-                skipped = first - at - run.source
-                runs.append(_Run(run.index, first, run.target + skipped, last - first))
+                target = part.target + first - part.source
+                runs.append(_Run(part.index, first, target, last - first))
     return runs
 
 
-def _group_runs(group: int, geometry: ModelGeometry) -> list[_Run]:
-    """Return the runs of one query group; `source` counts from the group's first row."""
-    d, n = geometry.head_dim, geometry.heads_per_group
-    if geometry.attention_output_gate:
-        # Megatron has all queries and then all gates; Hugging Face has them head by head.
-        first = group * n * 2 * d
-        runs = [_Run(0, i * d, first + 2 * i * d, d) for i in range(n)]
-        runs += [_Run(0, (n + i) * d, first + (2 * i + 1) * d, d) for i in range(n)]
-        after = 2 * n * d
-    else:
-        runs = [_Run(0, 0, group * n * d, n * d)]
-        after = n * d
-    return [*runs, _Run(1, after, group * d, d), _Run(2, after + d, group * d, d)]
-
-
-def _gated_runs(box: Box, geometry: ModelGeometry) -> list[_Run]:
+def _gated_runs(box: Box) -> list[_Run]:
     start, rows = box.start[0], box.shape[0]
-    if not geometry.gated:
-        return [_Run(0, start, start, rows)]
     if start % 2 or rows % 2:
         raise _Misfit(f"rows {start} to {start + rows} are not as many gates as ups")
     half = rows // 2
@@ -231,69 +237,20 @@ def _legacy_cuts(
     role: Role, count: int, shape: Shape, box: Box, geometry: ModelGeometry
 ) -> tuple[Placed, ...]:
     """Return the boxes of all local experts in one tensor, whose memory is `[experts, in, out]`."""
-    hidden = geometry.hidden
-    _hf_shapes(role, True, count, shape, geometry)  # raises if the shape does not fit
-    if role is Role.EXPERT_ROW:
+    hidden, parts = geometry.hidden, 2 if role is Role.EXPERT_COLUMN else 1  # gate and up, or down
+    experts, odd = divmod(count, parts)
+    if role is Role.EXPERT_ROW and not shape[0] % count and shape[1:] == (hidden,):
         width, start = box.shape[0] // count, box.start[0] // count
         return tuple(
             Placed(Box((0, start), (hidden, start + width)), (e * width, 0), True, e)
             for e in range(count)
         )
-    parts = 2 if geometry.gated else 1
-    width, start = box.shape[1] // parts, box.start[1] // parts
-    expert_box = Box((start, 0), (start + width, hidden))
-    return tuple(
-        Placed(expert_box, (e * hidden, part * width), True, e * parts + part)
-        for e in range(count // parts)
-        for part in range(parts)
-    )
-
-
-@lru_cache(maxsize=4096)
-def _hf_shapes(
-    role: Role, legacy: bool, count: int, shape: Shape, geometry: ModelGeometry
-) -> tuple[Shape, ...]:
-    if legacy:
-        return _legacy_shapes(role, count, shape, geometry)
-    if role in _NOT_FUSED:
-        if count != 1:
-            raise _Misfit(f"it has one part, but {count} names")
-        return (shape,)
-    heights = _heights(role, shape, geometry)
-    if count not in (1, len(heights)):
-        raise _Misfit(f"it has {len(heights)} parts, but {count} names")
-    if count == 1:
-        heights = (sum(heights),)
-    return tuple((height, *shape[1:]) for height in heights)
-
-
-def _heights(role: Role, shape: Shape, geometry: ModelGeometry) -> tuple[int, ...]:
-    """Return the rows of each part of a fused tensor, or of a padded one without its padding."""
-    rows = shape[0]
-    if role is Role.VOCAB_PARALLEL:
-        if rows < geometry.vocab:
-            raise _Misfit(f"the vocabulary has {geometry.vocab} rows")
-        return (geometry.vocab,)
-    if role is Role.QKV_COLUMN:
-        if rows != geometry.qkv_rows:
-            raise _Misfit(f"its queries, keys and values have {geometry.qkv_rows} rows")
-        return geometry.query_rows, geometry.key_rows, geometry.key_rows
-    if not geometry.gated:
-        return (rows,)
-    if rows % 2:
-        raise _Misfit("gate and up cannot have as many rows")
-    return rows // 2, rows // 2
-
-
-def _legacy_shapes(
-    role: Role, count: int, shape: Shape, geometry: ModelGeometry
-) -> tuple[Shape, ...]:
-    hidden, parts = geometry.hidden, 2 if geometry.gated and role is Role.EXPERT_COLUMN else 1
-    experts, odd = divmod(count, parts)
-    if len(shape) != 2:
-        raise _Misfit(f"experts in one tensor have two dimensions, not {len(shape)}")
-    if role is Role.EXPERT_ROW and not shape[0] % experts and shape[1] == hidden:
-        return ((hidden, shape[0] // experts),) * count
     if role is Role.EXPERT_COLUMN and not odd and shape[0] == experts * hidden:
-        return ((shape[1] // parts, hidden),) * count
+        width, start = box.shape[1] // parts, box.start[1] // parts
+        expert_box = Box((start, 0), (start + width, hidden))
+        return tuple(
+            Placed(expert_box, (e * hidden, part * width), True, e * parts + part)
+            for e in range(experts)
+            for part in range(parts)
+        )
     raise _Misfit(f"it does not hold {experts} experts of width {hidden}")

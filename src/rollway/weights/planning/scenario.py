@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +88,9 @@ def _make_sources(spec: str, config: Config, headers: Headers) -> list[Source]:
     kind, sizes = _parse(spec, _SOURCES)
     if kind != "megatron":
         return fsdp_sources(headers, sizes.get("ranks", 1))
-    geometry = ModelGeometry.from_hf_config(config)
-    geometry = replace(geometry, padded_vocab=sizes.pop("padded_vocab", 0))
-    names = NameMap(str(config.get("model_type", "")), geometry)
-    return megatron_sources(describe(headers, names, Topology(**sizes)))
+    padded_vocab = sizes.pop("padded_vocab", 0)
+    names = NameMap(str(config.get("model_type")), ModelGeometry.from_hf_config(config))
+    return megatron_sources(describe(headers, names, Topology(**sizes), padded_vocab=padded_vocab))
 
 
 # --- the tensors of a model ----------------------------------------------------------------------
@@ -171,14 +169,17 @@ def describe(
     hf: Headers,
     names: NameMap,
     topology: Topology,
+    *,
+    padded_vocab: int = 0,
     templates: Sequence[str] | None = None,
 ) -> MegatronModel:
     """Return what the ranks of a trainer hold of a model with these Hugging Face tensors.
 
-    `templates` are the names of `names.table` that its modules have, by default those with
-    Transformer Engine: norms in the linear layer that follows, grouped experts. Of two names for
-    one tensor, the first counts. The second copy of tied embeddings, on the last pipeline stage, is
-    left out."""
+    `padded_vocab` counts the rows of the embedding over all ranks, if it is padded. `templates` are
+    the names of `names.table` that its modules have, by default those with Transformer Engine:
+    norms in the linear layer that follows, grouped experts. Of two names for one tensor, the first
+    counts. The second copy of tied embeddings, on the last pipeline stage, is left out."""
+    vocab = max(padded_vocab, names.geometry.vocab)
     if templates is None:
         chosen = (name for name in names.table if not any(mark in name for mark in _OTHER_EXPERTS))
         templates = sorted(chosen, key=lambda name: _FUSED_NORM not in name)
@@ -187,7 +188,7 @@ def describe(
     for rank, position in enumerate(topology.positions()):
         stage = position.pp, position.ep  # the names of a rank's tensors depend only on these
         if stage not in shared:
-            shared[stage] = list(_list_tensors(hf, names, position, templates))
+            shared[stage] = list(_list_tensors(hf, names, position, templates, vocab))
         shards = {tensor.name: _make_shard(tensor, position) for tensor, _ in shared[stage]}
         hf_names = {tensor.name: parts for tensor, parts in shared[stage]}
         layouts[rank] = RankLayout(position, shards, hf_names)
@@ -195,7 +196,7 @@ def describe(
 
 
 def _list_tensors(
-    hf: Headers, names: NameMap, position: Position, templates: Sequence[str]
+    hf: Headers, names: NameMap, position: Position, templates: Sequence[str], vocab: int
 ) -> Iterator[tuple[Shard, tuple[str, ...]]]:
     """Yield Megatron's tensors, all tensor-parallel ranks joined, and the HF tensors in each."""
     used: set[str] = set()
@@ -210,24 +211,29 @@ def _list_tensors(
                 continue
         used.update(hf_names)
         role = role_of_name(template)
-        shapes = [hf[n].shape for n in hf_names]
-        shape = _join_shapes(name, role, shapes, names.geometry, position)
+        shape = _join_shapes(name, role, [hf[n].shape for n in hf_names])
+        if role is Role.VOCAB_PARALLEL:
+            shape = (vocab, *shape[1:])
         yield Shard(name, hf[hf_names[0]].dtype, shape, Box.whole(shape), role), hf_names
 
 
 def _list_names(
     templates: Sequence[str], geometry: ModelGeometry, position: Position
 ) -> Iterator[tuple[str, str]]:
-    """Yield every name that a rank could have, after the template it is made from."""
+    """Yield every name that a rank could have, after the template that it is made from."""
     first, last = position.pp == 0, position.pp == position.pp_size - 1
-    position.layer_offset(geometry)  # raises if the stages cannot share the layers evenly
-    layers = range(geometry.layers // position.pp_size)
+    layers, rest = divmod(geometry.layers, position.pp_size)
+    if rest:
+        raise UsageError(
+            f"{geometry.layers} layers cannot be shared evenly by {position.pp_size} stages.",
+            "Use a pipeline parallel size that divides them.",
+        )
     experts = range(position.local_experts(geometry)) if geometry.experts else range(0)
     for template in templates:
         if ".experts." in template and not experts:
             continue
         if "{layer}" in template:
-            for layer in layers:
+            for layer in range(position.pp * layers, (position.pp + 1) * layers):
                 named = template.replace("{layer}", str(layer))
                 for expert in experts if "{expert}" in template else (0,):
                     yield template, named.replace("{expert}", str(expert))
@@ -250,17 +256,12 @@ def _make_shard(tensor: Shard, position: Position) -> Shard:
     return place(name, tensor.dtype, shape, role, position)
 
 
-def _join_shapes(
-    name: str, role: Role, shapes: list[Shape], geometry: ModelGeometry, position: Position
-) -> Shape:
+def _join_shapes(name: str, role: Role, shapes: list[Shape]) -> Shape:
     """Return the shape of Megatron's tensor, all tensor-parallel ranks joined."""
+    rows, *columns = shapes[0]
     if is_legacy(name):
-        experts, width = position.local_experts(geometry), shapes[0][role is Role.EXPERT_ROW]
-        if role is Role.EXPERT_ROW:
-            return experts * width, geometry.hidden
-        return experts * geometry.hidden, width * len(shapes) // experts
-    if role is Role.VOCAB_PARALLEL:
-        return (geometry.padded_vocab or geometry.vocab, *shapes[0][1:])
-    if len(shapes) == 1:
-        return shapes[0]
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        # Transposed, expert after expert; gate and up side by side.
+        experts = len(shapes) if role is Role.EXPERT_ROW else len(shapes) // 2
+        width = rows * len(shapes) // experts
+        return experts * columns[0], width
+    return (sum(shape[0] for shape in shapes), *columns)
