@@ -137,25 +137,6 @@ class Placed:
         extra = max(0, len(shape) - len(self.at))
         return place_at(self.at, Box.whole(shape[extra:]))
 
-    def join(self, other: Placed) -> Placed | None:
-        """Return one box for both if `other` begins where this one ends, in both tensors."""
-        if self.tensor != other.tensor or self.transposed or other.transposed:
-            return None
-        step = [b - a for a, b in zip(self.box.start, other.box.start, strict=True)]
-        axes = [axis for axis, by in enumerate(step) if by]
-        if len(axes) != 1:
-            return None
-        axis, length = axes[0], self.box.shape[axes[0]]
-        from_end = axis - len(step)  # dimensions correspond to each other from the last one
-        if -from_end > len(self.at) or step[axis] != length:
-            return None
-        expected = list(self.at)
-        expected[from_end] += length
-        thin = self.box.narrow(axis, 0, 0)
-        if other.at != tuple(expected) or other.box.narrow(axis, 0, 0) != thin:
-            return None
-        return replace(self, box=Box(self.box.start, other.box.stop))
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -168,18 +149,6 @@ class Piece:
     source: str
     at: Shape
     transposed: bool = False
-
-
-def join_neighbours(boxes: Iterable[Placed]) -> list[Placed]:
-    """Join each box with the one before it in the list, if they are neighbours in both tensors."""
-    joined: list[Placed] = []
-    for box in boxes:
-        both = joined[-1].join(box) if joined else None
-        if both is None:
-            joined.append(box)
-        else:
-            joined[-1] = both
-    return joined
 
 
 def place_at(at: Shape, box: Box) -> Box:

@@ -114,20 +114,19 @@ def test_unknown_names_are_refused() -> None:
 
 
 def test_overrides_come_before_the_table() -> None:
-    names = NameMap(
-        "qwen3_moe",
-        GEOMETRY,
-        overrides={
-            "decoder.layers.{layer}.mlp.router.weight": ["model.layers.{layer}.router.weight"],
-            "vision.*.weight": ["visual.*.weight"],
-            "decoder.layers.{layer}.own.{expert}.*": ["model.layers.{layer}.own.{expert}.*"],
-        },
-    )
-    assert names.hf_names("decoder.layers.6.mlp.router.weight", LATER) == (
-        "model.layers.6.router.weight",
-    )
-    assert names.hf_names("vision.blocks.3.fc.weight", LATER) == ("visual.blocks.3.fc.weight",)
-    assert names.hf_names("decoder.layers.4.own.1.bias", LATER) == ("model.layers.4.own.3.bias",)
+    overrides = {
+        "decoder.layers.{layer}.mlp.router.weight": ["model.layers.{layer}.router.weight"],
+        "decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}": ["{layer}.down.{expert}"],
+        "vision.blocks.3.fc.weight": ["visual.3.fc.weight"],
+    }
+    names = NameMap("qwen3_moe", GEOMETRY, overrides)
+    for name, hf in (
+        ("decoder.layers.6.mlp.router.weight", "model.layers.6.router.weight"),
+        ("decoder.layers.4.mlp.experts.linear_fc2.weight1", "4.down.3"),
+        ("vision.blocks.3.fc.weight", "visual.3.fc.weight"),
+        ("output_layer.weight", "lm_head.weight"),
+    ):
+        assert names.hf_names(name, LATER) == (hf,)
 
 
 COLUMN = [

@@ -2,7 +2,7 @@
 
 The tables have `{layer}` and `{expert}` for numbers. A layer has the same number in both here;
 Megatron counts experts from 0 on every rank, so a name has a meaning only together with a
-`Position`. Overrides are written the same way; `*` in them matches any one part of a name:
+`Position`. Overrides are further entries:
 
     {"decoder.layers.{layer}.self_attention.sinks": ["model.layers.{layer}.self_attn.sinks"]}
 
@@ -20,7 +20,7 @@ import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from rollway.errors import UsageError
@@ -168,9 +168,9 @@ class NameMap:
         geometry = ModelGeometry.from_hf_config(config)
         return cls(str(config.get("model_type")), geometry, overrides or {}, Bridge(config))
 
-    @property
-    def table(self) -> Table:
-        return FAMILIES.get(self.model_type, {})
+    @cached_property
+    def table(self) -> Mapping[str, Sequence[str]]:
+        return {**FAMILIES.get(self.model_type, {}), **self.overrides}
 
     @property
     def gated(self) -> bool:
@@ -181,9 +181,7 @@ class NameMap:
         """Return the tensors in Megatron's `name`, in canonical order: q, k, v; gate, up; by
         expert. The second copy of tied embeddings has none."""
         plain = plain_name(name)
-        names = self._look_up_override(plain, position)
-        if names is None:
-            names = self._look_up(plain, position)
+        names = self._look_up(plain, position)
         if names is None:
             raise UsageError(
                 f"Rollway does not know the Hugging Face name of Megatron's {plain}, and neither "
@@ -192,17 +190,6 @@ class NameMap:
                 '["model.layers.{layer}.other.weight"]}.',
             )
         return names
-
-    def _look_up_override(self, name: str, position: Position) -> tuple[str, ...] | None:
-        for pattern, targets in self.overrides.items():
-            match = _compile(pattern).fullmatch(name)
-            if match:
-                numbers = match.groupdict()
-                named = set(match.re.groupindex.values())
-                stars = [text for n, text in enumerate(match.groups(), 1) if n not in named]
-                filled = [_fill_stars(target, stars) for target in targets]
-                return self._fill(filled, numbers.get("layer"), numbers.get("expert"), position)
-        return None
 
     def _look_up(self, name: str, position: Position) -> tuple[str, ...] | None:
         if name == "output_layer.weight" and self.geometry.tied_embeddings:
@@ -254,19 +241,6 @@ def _split_numbers(name: str) -> tuple[str, str | None, str | None]:
             expert = match[2]
             name = f"{name[: match.start(2)]}{{expert}}{name[match.end(2) :]}"
     return name, layer, expert
-
-
-@lru_cache
-def _compile(pattern: str) -> re.Pattern[str]:
-    text = re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)")
-    text = text.replace(r"\{expert\}", r"(?P<expert>\d+)").replace(r"\*", r"(.+?)")
-    return re.compile(text)
-
-
-def _fill_stars(target: str, texts: Sequence[str]) -> str:
-    for text in texts:
-        target = target.replace("*", text, 1)
-    return target
 
 
 # --- roles -------------------------------------------------------------------------------------

@@ -12,20 +12,11 @@ computed once, without names (`cuts`), and `pieces` adds the names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from rollway.errors import UsageError
-from rollway.weights.layout import (
-    Box,
-    Piece,
-    Placed,
-    Role,
-    Shape,
-    Shard,
-    join_neighbours,
-    publishes,
-)
+from rollway.weights.layout import Box, Piece, Placed, Role, Shape, Shard, publishes
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 
 _BY_TENSOR_RANK = {Role.QKV_COLUMN, Role.GATED_MLP_COLUMN, Role.COLUMN, Role.VOCAB_PARALLEL}
@@ -170,12 +161,24 @@ def _cuts(
         ]
         heights = (sum(heights),)
     placed = []
-    for run in runs:
+    for run in _join_neighbours(runs):
         stop = min(run.target + run.length, heights[run.index])  # the rest is padding
         if stop > run.target:
             at = (run.source - box.start[0], *(0 for _ in box.start[1:]))
             placed.append(Placed(box.narrow(0, run.target, stop), at, tensor=run.index))
-    return tuple(join_neighbours(placed))
+    return tuple(placed)
+
+
+def _join_neighbours(runs: list[_Run]) -> list[_Run]:
+    """Join each run with the one before it in the list, if they are neighbours in both tensors."""
+    joined: list[_Run] = []
+    for run in runs:
+        before = joined[-1] if joined else None
+        if before is not None and before.next(run.length) == run:
+            joined[-1] = replace(before, length=before.length + run.length)
+        else:
+            joined.append(run)
+    return joined
 
 
 def _heights(role: Role, shape: Shape, geometry: ModelGeometry) -> tuple[int, ...]:
@@ -203,6 +206,10 @@ class _Run:
     source: int
     target: int
     length: int
+
+    def next(self, length: int) -> _Run:
+        """Return the run of this length that begins where this one ends, in both tensors."""
+        return _Run(self.index, self.source + self.length, self.target + self.length, length)
 
 
 def _qkv_runs(start: int, stop: int, geometry: ModelGeometry) -> list[_Run]:

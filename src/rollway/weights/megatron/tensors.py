@@ -26,7 +26,7 @@ from rollway.weights.megatron.names import (
     plain_name,
 )
 from rollway.weights.megatron.pieces import RankLayout, local_view, pieces, place
-from rollway.weights.sources import HeldTensor
+from rollway.weights.sources import HeldTensor, check_plain
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.|$)")
 _WEIGHT_BUFFERS = ("expert_bias",)  # Buffers that are weights; all others are counters and states
@@ -172,11 +172,7 @@ def _find_role(
     names: NameMap,
     overrides: RoleOverrides | None,
 ) -> Role:
-    if type(tensor.data) is not torch.Tensor:
-        raise UsageError(
-            f"{name} is a {type(tensor.data).__name__}; Rollway does not know its memory.",
-            "Publish from the parameters before they are quantised.",
-        )
+    check_plain(name, tensor)
     parameter = Parameter(
         name,
         type(module).__name__,
