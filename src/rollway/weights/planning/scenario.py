@@ -7,7 +7,6 @@ follows from its parallel sizes (`describe`).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,24 +106,18 @@ def hf_headers(config: Config) -> dict[str, TensorHeader]:
     """Return name, dtype and shape of the tensors of the model that `config` describes."""
     ModelGeometry.from_hf_config(config)  # refuses sizes with which a model takes hours to build
     try:
-        torch: Any = importlib.import_module("torch")
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise UsageError(
-            "The tensors of a model follow from its config.json only with transformers and torch.",
-            "Install them, or give a directory with the model's weight files.",
-        ) from error
-    from rollway.weights.sources import from_module
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
-        known = transformers.AutoConfig.for_model(**config)
-        dtype = known.dtype or torch.bfloat16
+        from rollway.weights.sources import from_module
+
+        known = AutoConfig.for_model(**config)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(known, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(known, dtype=known.dtype or torch.bfloat16)
     except Exception as error:  # transformers raises errors of many kinds
         raise UsageError(
             f"transformers cannot build the model of this config.json: {str(error)[:300]}",
-            "Give a directory with the model's weight files.",
+            "Give a directory with the model's weight files, or install transformers and torch.",
         ) from error
     shards = (held.shard for held in from_module(model))
     return {shard.name: TensorHeader(shard.dtype, shard.shape) for shard in shards}
