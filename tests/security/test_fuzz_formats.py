@@ -32,7 +32,7 @@ from rollway.weights.adapter import Adapter, attach_adapter, check_config, detac
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.planning.scenario import read_model
-from rollway.weights.transports import collective_store
+from rollway.weights.transports import collective
 from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Store
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
@@ -106,7 +106,7 @@ def read_json_offer(raw: bytes) -> None:
         return  # the worker's HTTP server reads this
     with contextlib.suppress(TypeError, ValueError, OverflowError, RecursionError):
         fields = msgspec.convert(fields, Offer).sign("s").as_json()  # by one who may sign
-    collective_store.read_location(read_offer(fields, "s"))
+    collective.read_location(read_offer(fields, "s"))
 
 
 def read_adapter(raw: bytes) -> None:

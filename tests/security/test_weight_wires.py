@@ -19,7 +19,7 @@ from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.signed_calls import Verifier
 from rollway.weights.layout import Box, check_covered
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
-from rollway.weights.transports import collective_store
+from rollway.weights.transports import collective
 from rollway.weights.transports.delta import (
     DeltaPublisher,
     DeltaReader,
@@ -295,9 +295,9 @@ def test_a_malformed_rendezvous(change: dict[str, Any]) -> None:
         "host": "127.0.0.1", "port": 9, "receivers": 1, "backend": "gloo", "bucket_bytes": 1,
         "init_seconds": 1.0, "step_seconds": 1.0, "manifest_parts": 1, "prefix": "12345678",
     }  # fmt: skip
-    collective_store.read_location(Offer("collective", 1, "12345678", 0, where))
+    collective.read_location(Offer("collective", 1, "12345678", 0, where))
     with pytest.raises(WeightsError, match="names no rendezvous"):
-        collective_store.read_location(Offer("collective", 1, "12345678", 0, where | change))
+        collective.read_location(Offer("collective", 1, "12345678", 0, where | change))
 
 
 class HostileStore:
@@ -319,20 +319,20 @@ class HostileStore:
 def test_a_list_in_the_store_that_never_ends() -> None:
     """Parts of 8 MiB where 4 are expected: no more is read than a list may have."""
     store = HostileStore(bytes(8 << 20))
-    where = collective_store.Location(
+    where = collective.Location(
         host="h", port=1, receivers=1, backend="gloo", bucket_bytes=1, init_seconds=1.0,
         step_seconds=1.0, manifest_parts=64, prefix="12345678",
     )  # fmt: skip
     with pytest.raises(WeightsError, match="too long"):
-        collective_store.fetch_manifest(store, where, Offer("collective", 1, "12345678", 0, {}))
+        collective.fetch_manifest(store, where, Offer("collective", 1, "12345678", 0, {}))
     assert store.reads <= 33
 
 
 def test_a_reason_to_stop_of_megabytes() -> None:
-    side = collective_store.ReceiverSide.__new__(collective_store.ReceiverSide)
-    side._store, side._offer = HostileStore(b"x" * (8 << 20)), Offer("shm", 1, "1" * 8, 0, {})
+    rendezvous = collective.Rendezvous.__new__(collective.Rendezvous)
+    rendezvous.store, rendezvous._watch = HostileStore(b"x" * (8 << 20)), lambda: None
     with pytest.raises(WeightsError) as caught:
-        side.check()
+        rendezvous.check()
     assert len(str(caught.value)) <= 500
 
 
