@@ -260,7 +260,7 @@ def test_the_publishers_own_error_is_told_before_it_leaves_the_group(
     told: list[str] = []
 
     class Failing:
-        def post(self, flat: torch.Tensor) -> None:
+        def broadcast(self, flat: torch.Tensor) -> None:
             if earlier:
                 room.set("failed", earlier)
             raise torch.OutOfMemoryError("out of memory")

@@ -3,7 +3,7 @@
     publisher                       its store                      receivers (one per rank)
     publish: digests, list ───────► manifest ────────────────────► read, compared with the offer
     wait for N of them ◄─────────── joined ◄─────────────────────► get a rank, wait for N
-    ══════ a separate process group: each message is sent while the last one is used ══════
+    ══════ a separate process group: a broadcast for each chunk of tensors ════════════════
     wait for N of them ◄─────────── received ◄───────────────────► digests compared, wait for N
     wait for N of them ◄─────────── left ◄──────────────────────── leave the group
     after any error of any rank ──► failed ◄─────────────────────► end, within a moment
@@ -45,7 +45,6 @@ from rollway.weights.transports.group import (
     connect_store,
     form_group,
     never_give_up,
-    receive,
     send,
     serve_store,
     wait_for,
@@ -380,10 +379,14 @@ class CollectiveReader(Reader):
 def _receive(
     group: Group, entries: Sequence[Entry], chunk_bytes: int
 ) -> Iterator[tuple[Entry, Tensor]]:
-    """Yield views into received chunks; copies of tensors that begin where no element can."""
+    """Yield views into received chunks, each valid until the next is requested; copies of tensors
+    that begin where no element can."""
     chunks = list(split_in_chunks(entries, lambda entry: entry.nbytes, chunk_bytes))
     sizes = [sum(entry.nbytes for entry in chunk) for chunk in chunks]
-    for chunk, flat in zip(chunks, receive(group, sizes), strict=True):
+    buffer = torch.empty(max(sizes), dtype=torch.uint8, device=group.device)
+    for chunk, size in zip(chunks, sizes, strict=True):
+        flat = buffer[:size]
+        group.broadcast(flat)
         for entry, raw in zip(chunk, flat.split([e.nbytes for e in chunk]), strict=True):
             dtype = DTYPES[entry.dtype]
             aligned = raw.clone() if raw.storage_offset() % dtype.itemsize else raw
