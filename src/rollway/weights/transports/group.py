@@ -4,7 +4,7 @@ GPUs.
     rank 0                              a store of rank 0's             ranks 1, 2, …
     gloo: its address ────────────────► ◄────────────────────────────── their addresses
     NCCL: an id, as vLLM writes it ───► broadcast_from/0/0 ───────────► read as plain bytes
-    ══════ post, post, finish, post, finish, …: one message is sent while the last is used ══════
+    ══════ broadcast, broadcast, …: messages of bytes, of lengths that all ranks know ═════════════
 
 Three dialects use it. They differ in how a group forms, and in how tensors become messages:
 
@@ -26,11 +26,9 @@ import re
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
@@ -47,6 +45,7 @@ UNIQUE_ID = "broadcast_from/0/0"
 """Where vLLM's `StatelessProcessGroup` puts the first object that rank 0 broadcasts."""
 _STRUCTURE = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
 _NCCL = "libnccl.so.2"
+_LEFT = "this rank has left the group"
 _CONNECT_SECONDS = 3.0
 _END_SECONDS = 5.0
 _WATCH_SECONDS = 0.1
@@ -177,10 +176,10 @@ def find_address_towards(host: str, port: int) -> str:
 
 
 class Channel(Protocol):
-    """Broadcasts bytes from rank 0. Messages are posted first and finished later, in this order."""
+    """Broadcasts bytes from rank 0."""
 
-    def post(self, flat: Tensor) -> None: ...
-    def finish(self) -> None: ...
+    def broadcast(self, flat: Tensor) -> None:
+        """Send bytes, or receive them into `flat`; every rank calls this with as many."""
 
 
 class Group:
@@ -202,7 +201,7 @@ class Group:
         self.device = backend.device
         self._backend: Gloo | Nccl | None = backend
         self._seconds, self._watch, self._line = step_seconds, watch, line
-        self._posted: deque[Any] = deque()
+        self._work: Any = None
 
     def watch(self) -> None:
         """Raise if the caller gives up, or rank 0 is gone."""
@@ -210,21 +209,20 @@ class Group:
         if _has_ended(self._line):
             raise BrokenOff("The trainer is gone.")
 
-    def post(self, flat: Tensor) -> None:
-        """Start to broadcast bytes; every rank posts as many."""
-        posted, backend, problem = self._posted, self._backend, ""  # another thread may close
-        if backend is None:
-            raise BrokenOff("This rank has left the group.")
+    def broadcast(self, flat: Tensor) -> None:
+        """Send bytes from rank 0, or receive them; every rank calls this with as many."""
+        backend, problem = self._backend, _LEFT  # another thread may close
+        if backend is not None and not flat.numel():
+            return
         try:
-            posted.append(backend.broadcast(flat, self._seconds) if flat.numel() else None)
+            if backend is not None:
+                self._work = backend.broadcast(flat, self._seconds)
+                problem = ""
         except RuntimeError as error:
             problem = _shorten(error)
         del backend  # a traceback would keep it
         if problem:
             self._break_off(problem)
-
-    def finish(self) -> None:
-        """Wait for the bytes that were posted first."""
         if not wait_for(self._has_arrived, self._seconds, self.watch):
             raise BrokenOff(f"Nothing moved for {self._seconds:g} s.")
 
@@ -236,17 +234,14 @@ class Group:
         line, self._line = self._line, None
         if line is not None:
             line.close()
-        if self._backend is None:
-            return
-        posted = self._posted
-        last_references: list[Any] = [self._backend]
-        self._backend, self._posted = None, deque()
-        last_references += posted
-        posted.clear()
+        last_references: list[Any] = [self._backend, self._work]
+        self._backend = self._work = None
 
         def end() -> None:
-            last_references[0].abort()
-            if len(last_references) > 1:  # gloo's work ends by its own time limit
+            backend, work = last_references
+            if backend is not None:
+                backend.abort()
+            if work is not None:  # gloo's work ends by its own time limit
                 start_thread("rollway-group-end", last_references.clear)
             else:
                 last_references.clear()
@@ -254,19 +249,19 @@ class Group:
         wait_for(start_thread("rollway-group-end", end).done, _END_SECONDS)
 
     def _has_arrived(self) -> bool:
-        posted, problem = self._posted, ""
+        work, problem = self._work, _LEFT
         try:
-            if posted[0] is None or posted[0].is_completed():
-                if posted[0] is not None:
-                    posted[0].wait()  # raises the error of a broadcast that failed
-                posted.popleft()
+            if work is not None:
+                if not work.is_completed():
+                    return False
+                work.wait()  # raises the error of a broadcast that failed
+            if self._backend is not None:  # else another thread has closed it
+                self._work = None
                 return True
-        except IndexError:  # another thread has closed it
-            problem = "this rank has left the group"
         except RuntimeError as error:
             problem = _shorten(error)
-        if problem:
-            self._break_off(problem)
+        del work  # a traceback would keep it
+        self._break_off(problem)
         return False
 
     def _break_off(self, problem: str) -> None:
@@ -275,31 +270,12 @@ class Group:
 
 
 def send(group: Channel, messages: Iterable[Tensor]) -> int:
-    """Broadcast messages from rank 0, and return their bytes. One is under way while the next is
-    made, so a message may be in the memory of the last but one."""
-    number = nbytes = 0
-    for number, flat in enumerate(messages, 1):
-        group.post(flat)
+    """Broadcast messages from rank 0, and return their bytes."""
+    nbytes = 0
+    for flat in messages:
+        group.broadcast(flat)
         nbytes += flat.nbytes
-        if number > 1:
-            group.finish()
-    if number:
-        group.finish()
     return nbytes
-
-
-def receive(group: Group, sizes: Sequence[int]) -> Iterator[Tensor]:
-    """Yield messages of these sizes, each valid until the next is requested, which arrives
-    meanwhile."""
-    largest = [max(sizes[start::2], default=0) for start in range(2)]
-    buffers = [torch.empty(size, dtype=torch.uint8, device=group.device) for size in largest]
-    flats = [buffers[number % 2][:size] for number, size in enumerate(sizes)]
-    group.post(flats[0])
-    for flat, upcoming in zip_longest(flats, flats[1:]):
-        if upcoming is not None:
-            group.post(upcoming)
-        group.finish()
-        yield flat
 
 
 def form_group(

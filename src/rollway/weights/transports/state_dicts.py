@@ -23,8 +23,6 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +41,6 @@ from rollway.weights.transports.group import (
     Place,
     connect_store,
     form_group,
-    start_thread,
 )
 from rollway.weights.untrusted import MAX_NAME, check_shape, read_pickle
 
@@ -174,15 +171,7 @@ class Receiver:
         return str(self._digest.hexdigest()[:32])
 
     def tensors(self) -> Generator[NamedTensor, None, None]:
-        """Yield the tensors; each is valid until the next is requested. In CPU memory, the next
-        message arrives while one is in use."""
-        messages = self._receive()
-        # A GPU's messages stay on one stream: a second thread would need a second one.
-        with closing(read_ahead(messages) if self.device.type == "cpu" else messages) as items:
-            for message in items:
-                yield from message
-
-    def _receive(self) -> Generator[list[NamedTensor], None, None]:
+        """Yield the tensors as they come."""
         count = self._receive_number()
         if not 0 < count <= MAX_STATE_DICTS:
             raise WeightsError(f"The trainer announces {count} state dicts.")
@@ -194,7 +183,7 @@ class Receiver:
             for dtype, entries in read_list(raw):
                 message = self._receive_flat(dtype, entries)
                 if not self.problems:
-                    yield message
+                    yield from message
         missing = sorted(self.expected.keys() - self._received.keys())
         self.problems += [f"{name} is missing" for name in missing if not self._is_optional(name)]
         if self.problems:
@@ -248,24 +237,5 @@ class Receiver:
                 f"The trainer sends more than {self.max_bytes} bytes, which the model cannot have."
             )
         flat = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.channel.post(flat)
-        self.channel.finish()
+        self.channel.broadcast(flat)
         return flat
-
-
-def read_ahead(
-    items: Iterator[list[NamedTensor]],
-) -> Generator[list[NamedTensor], None, None]:
-    """Yield the items; a thread computes the next one while one is in use."""
-
-    def compute_next() -> list[NamedTensor] | None:
-        return next(items, None)
-
-    upcoming = start_thread("rollway-read-ahead", compute_next)
-    try:
-        while (item := upcoming.result()) is not None:
-            upcoming = start_thread("rollway-read-ahead", compute_next)
-            yield item
-            del item  # the thread has one under way
-    finally:
-        wait([upcoming])
