@@ -1,8 +1,8 @@
 """Describe where the elements of a sharded model are stored.
 
-A `Shard` is the part of one of its own tensors that a trainer's rank holds. A `Placed` box is a
-block of one tensor that is stored inside another one. Every layout a trainer can have (sharded,
-fused, interleaved, padded) is a list of placed boxes, so planning is the intersection of boxes.
+A `Shard` is the part of one of its own tensors that a trainer's rank holds. A `Piece` is a block of
+a Hugging Face tensor that is stored in it. Every layout that a trainer can have (sharded, fused,
+interleaved, padded) is a list of pieces, so to divide and to join tensors is to intersect boxes.
 
 Both ends of a transfer check that boxes cover a tensor exactly once. A missing element would be
 served from the version before; an element with two sources would depend on which of them was
@@ -112,64 +112,22 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A box of one tensor, and the position `at` where it starts in another tensor.
-
-    The other tensor may have more dimensions in front (experts are stacked there); the box is one
-    element thick in these. If `transposed`, its last two dimensions are swapped there."""
-
-    box: Box
-    at: Shape
-    transposed: bool = False
-    tensor: int = 0
-    """The number of the tensor that is meant, where a list has boxes of several tensors."""
-
-    @property
-    def extent(self) -> Shape:
-        """The shape that the box has in the other tensor."""
-        return self.destination.shape
-
-    @property
-    def destination(self) -> Box:
-        """The box that this one fills in the other tensor."""
-        shape = swap_last(self.box.shape) if self.transposed else self.box.shape
-        # A box that was cut out of a stack has more dimensions than its target, one thick.
-        extra = max(0, len(shape) - len(self.at))
-        return place_at(self.at, Box.whole(shape[extra:]))
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the Hugging Face tensor `name`, and where it starts in a rank's tensor `source`.
-
-    It is a `Placed` box with the names of both tensors."""
+    """A box of a Hugging Face tensor that is stored in one of a rank's own tensors."""
 
     name: str
+    shape: Shape  # The shape of the whole Hugging Face tensor
     box: Box
-    source: str
     at: Shape
+    """Where it starts in the rank's tensor."""
     transposed: bool = False
+    """Whether its two dimensions are swapped there."""
 
-
-def place_at(at: Shape, box: Box) -> Box:
-    """Move `box` by `at`; dimensions that it lacks are added in front, one element thick."""
-    missing = len(at) - len(box.start)
-    return Box((0,) * missing + box.start, (1,) * missing + box.stop).shift(at)
-
-
-def count_run(extent: Shape, shape: Shape) -> int:
-    """Return how many elements of a box of this extent are contiguous in a tensor of `shape`."""
-    elements = 1
-    for size, full in zip(reversed(extent), reversed(shape), strict=True):
-        elements *= size
-        if size != full:
-            break
-    return elements
-
-
-def swap_last(shape: Shape) -> Shape:
-    """Return `shape` with its last two dimensions swapped."""
-    return (*shape[:-2], shape[-1], shape[-2])
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that selects it from the rank's tensor."""
+        extent = self.box.shape[::-1] if self.transposed else self.box.shape
+        return tuple(slice(a, a + n) for a, n in zip(self.at, extent, strict=True))
 
 
 @dataclass(frozen=True)

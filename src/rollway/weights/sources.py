@@ -248,7 +248,7 @@ def _find_sibling(mesh: DeviceMesh) -> tuple[int, int]:
 
 def _describe(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> HeldTensor:
     shard = Shard(name, dtype_name(tensor), shape, box)
-    return HeldTensor(shard, tensor, [Piece(name, box, name, (0,) * len(shape))], owned)
+    return HeldTensor(shard, tensor, [Piece(name, shape, box, (0,) * len(shape))], owned)
 
 
 def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,6 @@ from rollway.errors import WeightsError
 from rollway.signed_calls import SECRET
 from rollway.weights.layout import Box, Slices
 from rollway.weights.offer import Offer
-from rollway.weights.planning.scenario import fsdp_sources
 from rollway.weights.planning.targets import engine_ranks
 from rollway.weights.sources import from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
@@ -25,7 +24,7 @@ from rollway.weights.transports.nixl.catalog import Catalog, CatalogServer
 from tests.tensors import receive, same
 from tests.unit.engine.sliced_models import DENSE, MOE, engine
 from tests.unit.weights.megatron_plans import model_of
-from tests.unit.weights.nixl_pieces import held_tensors, nixl
+from tests.unit.weights.nixl_pieces import hold_rows, nixl
 from tests.unit.weights.nixl_source import WORD, Tensors, Trainer, tensors_of
 
 pytestmark = nixl
@@ -137,17 +136,15 @@ def test_parts_of_adopted_tensors(cleanup: ExitStack) -> None:
 
 def test_parts_of_tensors_that_several_trainer_ranks_hold(cleanup: ExitStack) -> None:
     """Three trainer ranks cut rows, and two engine ranks cut again."""
-    arrays, headers = model_of(DENSE)
-    sources = fsdp_sources(headers, 3)
+    headers, model = model_of(DENSE)[1], tensors_like(DENSE)
     catalog = cleanup.enter_context(CatalogServer())
     ranks = [
         cleanup.enter_context(NixlPublisher(catalog=catalog.url, rank=r, world=3, engine_ranks=2))
         for r in range(3)
     ]
-    for publisher, source in zip(ranks, sources, strict=True):
-        publisher.announce(0, held_tensors(source, arrays, headers))
+    for publisher, held in zip(ranks, hold_rows(model, 3), strict=True):
+        publisher.announce(0, held)
     offer = ranks[0].offer(0)
-    model = tensors_like(DENSE)
     for place, rank in enumerate(engine_ranks(DENSE, 2)):
         reader = open_reader(cleanup)
         wanted = find_slices(rank, headers, engine(DENSE, headers, 2, 1, place))

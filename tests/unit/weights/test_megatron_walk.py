@@ -116,7 +116,7 @@ def test_held_tensors_share_memory_with_the_parameters() -> None:
     assert qkv.shard.box == Box((4, 0), (8, 4))
     assert [piece.name.split(".")[-2] for piece in qkv.pieces] == ["k_proj", "v_proj"]
     assert qkv.pieces[1] == Piece(
-        "model.layers.1.self_attn.v_proj.weight", Box((0, 0), (2, 4)), qkv.shard.name, (2, 0)
+        "model.layers.1.self_attn.v_proj.weight", (2, 4), Box((0, 0), (2, 4)), (2, 0)
     )
     assert qkv.owned_here
 

@@ -7,9 +7,8 @@ import importlib.util
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +21,10 @@ from rollway.engine import incoming
 from rollway.errors import UsageError, WeightsError
 from rollway.signed_calls import SECRET
 from rollway.weights.layout import Slices
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.geometry import Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.offer import Offer
-from rollway.weights.planning.plan import Source
-from rollway.weights.planning.scenario import fsdp_sources, megatron_sources
-from rollway.weights.sources import from_module
+from rollway.weights.sources import HeldTensor, from_module
 from rollway.weights.transports.nixl import NixlPublisher, NixlReader
 from rollway.weights.transports.nixl import publisher as nixl_publisher
 from rollway.weights.transports.nixl import reader as nixl_reader
@@ -43,7 +40,7 @@ from tests.children import are_all_threads_stopped
 from tests.tensors import receive, same
 from tests.unit.weights.megatron_models import Experts, describe_as
 from tests.unit.weights.megatron_plans import DENSE, MOE, model_of
-from tests.unit.weights.nixl_pieces import held_tensors, nixl
+from tests.unit.weights.nixl_pieces import hold_rows, hold_shards, nixl
 from tests.unit.weights.nixl_source import CONTEXT, WORD, Trainer, tensors_of
 from tests.waiting import stays, wait_until
 
@@ -273,21 +270,21 @@ def test_other_weights_than_were_offered_are_refused(reader: NixlReader) -> None
 
 
 def publish_and_receive(
-    sources: list[Source], model: dict[str, torch.Tensor], rounds: int = 1
+    hold: Callable[[dict[str, torch.Tensor]], list[list[HeldTensor]]],
+    model: dict[str, torch.Tensor],
+    rounds: int = 1,
 ) -> None:
     """Publish from all ranks, some rounds, and receive with one reader."""
-    first = NixlPublisher(world=len(sources))
+    world = len(hold(model))
+    first = NixlPublisher(world=world)
     url = first.catalog_url
-    others = [
-        NixlPublisher(catalog=url, rank=rank, world=len(sources)) for rank in range(1, len(sources))
-    ]
+    others = [NixlPublisher(catalog=url, rank=rank, world=world) for rank in range(1, world)]
     ranks = [first, *others]
     with closing(NixlReader()) as reader:
         for version in range(rounds):
             values = {name: tensor + version for name, tensor in model.items()}
-            arrays = {name: tensor.numpy() for name, tensor in values.items()}
-            for publisher, source in zip(ranks, sources, strict=True):
-                publisher.announce(version, held_tensors(source, arrays))
+            for publisher, held in zip(ranks, hold(values), strict=True):
+                publisher.announce(version, held)
             assert same(receive(reader, ranks[-1].offer(version)), values)
     for publisher in reversed(ranks):
         publisher.close()
@@ -309,19 +306,17 @@ def test_megatron_ranks_give_hugging_face_tensors(
     """Fused, interleaved, padded, transposed and replicated tensors are read as planned."""
     config = MOE if experts else DENSE
     arrays, headers = model_of(config)
-    geometry = replace(ModelGeometry.from_hf_config(config), padded_vocab=32)
-    names = NameMap(config["model_type"], geometry)
-    described = describe_as(headers, names, topology, experts=experts or Experts.GROUPED)
+    names, kind = NameMap.from_hf_config(config), experts or Experts.GROUPED
+    described = describe_as(headers, names, topology, padded_vocab=32, experts=kind)
     model = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    publish_and_receive(megatron_sources(described), model, rounds=3)
+    publish_and_receive(lambda values: hold_shards(values, described), model, rounds=3)
 
 
 @nixl
 def test_fsdp_ranks_give_hugging_face_tensors() -> None:
-    arrays, headers = model_of(MOE)
-    model = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    publish_and_receive(fsdp_sources(headers, 3), model, rounds=2)
-    publish_and_receive(fsdp_sources(headers, 1), model)
+    model = {name: torch.from_numpy(array) for name, array in model_of(MOE)[0].items()}
+    publish_and_receive(lambda values: hold_rows(values, 3), model, rounds=2)
+    publish_and_receive(lambda values: hold_rows(values, 1), model)
 
 
 @nixl

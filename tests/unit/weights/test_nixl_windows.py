@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +16,13 @@ from hypothesis import strategies as st
 from rollway.errors import WeightsError
 from rollway.signed_calls import SECRET
 from rollway.weights.layout import Box, Slices
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.geometry import Topology
 from rollway.weights.megatron.names import NameMap
+from rollway.weights.megatron.pieces import MegatronModel
 from rollway.weights.offer import Offer
-from rollway.weights.planning.plan import Source
-from rollway.weights.planning.scenario import fsdp_sources, megatron_sources
+from rollway.weights.planning.scenario import divide, plan, publish_rows, publish_shards
 from rollway.weights.planning.targets import cells, engine_ranks, part_of
+from rollway.weights.sources import HeldTensor
 from rollway.weights.transports.nixl import publisher, reader
 from rollway.weights.transports.nixl.agent import Read
 from rollway.weights.transports.nixl.catalog import Versions
@@ -30,10 +30,11 @@ from rollway.weights.transports.nixl.listing import Listing
 from tests.tensors import receive, same
 from tests.unit.weights.megatron_models import Experts, describe_as
 from tests.unit.weights.megatron_plans import MOE, model_of
-from tests.unit.weights.nixl_pieces import held_tensors
+from tests.unit.weights.nixl_pieces import hold_rows, hold_shards
 
 ARRAYS, HEADERS = model_of(MOE)
 MODEL = {name: torch.from_numpy(array) for name, array in ARRAYS.items()}
+Layout = int | tuple[Topology, Experts]
 LAYOUTS = st.one_of(
     st.tuples(
         st.sampled_from(
@@ -98,25 +99,29 @@ def local() -> Iterator[None]:
         yield
 
 
-def make_sources(layout: int | tuple[Topology, Experts]) -> list[Source]:
+def hold(layout: Layout) -> list[list[HeldTensor]]:
+    """Return what each rank of a trainer holds."""
     if isinstance(layout, int):
-        return fsdp_sources(HEADERS, layout)
-    geometry = replace(ModelGeometry.from_hf_config(MOE), padded_vocab=32)
-    names = NameMap("qwen3_moe", geometry)
-    return megatron_sources(describe_as(HEADERS, names, layout[0], experts=layout[1]))
+        return hold_rows(MODEL, layout)
+    return hold_shards(MODEL, describe(layout))
 
 
-def publish(sources: list[Source], version: int, **options: Any) -> tuple[Offer, list[Any]]:
+def describe(layout: tuple[Topology, Experts]) -> MegatronModel:
+    names = NameMap.from_hf_config(MOE)
+    return describe_as(HEADERS, names, layout[0], padded_vocab=32, experts=layout[1])
+
+
+def publish(layout: Layout, version: int, **options: Any) -> tuple[Offer, list[Any]]:
     """Return the offer, and the publishers, whose memory must live."""
-    world = len(sources)
+    shards = hold(layout)
     ranks = [
-        publisher.NixlPublisher(catalog="http://127.0.0.1:1", rank=rank, world=world, **options)
-        for rank in range(world)
+        publisher.NixlPublisher(
+            catalog="http://127.0.0.1:1", rank=rank, world=len(shards), **options
+        )
+        for rank in range(len(shards))
     ]
-    for rank, source in zip(ranks, sources, strict=True):
-        # Megatron's tensors have other names than the checkpoint's, and no shape that is known.
-        shapes = HEADERS if source.offers.keys() <= HEADERS.keys() else None
-        rank.announce(version, held_tensors(source, ARRAYS, shapes))
+    for rank, held in zip(ranks, shards, strict=True):
+        rank.announce(version, held)
     return ranks[-1].offer(version), ranks
 
 
@@ -128,11 +133,11 @@ def publish(sources: list[Source], version: int, **options: Any) -> tuple[Offer,
     fanout=st.booleans(),
 )
 def test_windows_give_the_model_from_any_layout(
-    layout: int | tuple[Topology, Experts], engine_size: int, size: int, fanout: bool
+    layout: Layout, engine_size: int, size: int, fanout: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "WINDOW_BYTES", size)
-        offer, ranks = publish(make_sources(layout), 0, engine_ranks=engine_size, fanout=fanout)
+        offer, ranks = publish(layout, 0, engine_ranks=engine_size, fanout=fanout)
         first, second = reader.NixlReader(), reader.NixlReader()
         assert same(receive(first, offer), MODEL)
         assert first.moved.total() == offer.nbytes
@@ -144,11 +149,17 @@ def test_windows_give_the_model_from_any_layout(
 
 
 @settings(max_examples=20, deadline=None)
-@given(rows=st.integers(1, 3), engine_size=st.sampled_from([1, 2, 4]), tp=st.sampled_from([2, 4]))
+@given(layout=LAYOUTS, engine_size=st.sampled_from([1, 2, 4]), tp=st.sampled_from([2, 4]))
 def test_a_rank_receives_what_consists_of_whole_pieces(
-    rows: int, engine_size: int, tp: int
+    layout: Layout, engine_size: int, tp: int
 ) -> None:
-    offer, publishers = publish(fsdp_sources(HEADERS, rows), 0, engine_ranks=engine_size)
+    """And the plan of a refit says from whom, to the byte."""
+    offer, publishers = publish(layout, 0, engine_ranks=engine_size)
+    published = (
+        publish_rows(HEADERS, layout)
+        if isinstance(layout, int)
+        else publish_shards(describe(layout))
+    )
     for rank in engine_ranks(MOE, tp):
         places = {name: part_of(name, HEADERS, rank) for name in HEADERS}
         boxes = {name: part.box if part else None for name, (_, part) in places.items()}
@@ -159,8 +170,10 @@ def test_a_rank_receives_what_consists_of_whole_pieces(
         )
         receiver = reader.NixlReader()
         mine = receiver.restrict(offer, wanted)
+        total = plan(divide(published, HEADERS, engine_size), HEADERS, rank)
         if engine_size >= tp:
             assert mine == wanted
+            assert total.moved == total.needed
         expected = {
             name: tensor[box.slices]
             for name, tensor in MODEL.items()
@@ -168,12 +181,15 @@ def test_a_rank_receives_what_consists_of_whole_pieces(
         }
         assert same(receive(receiver, offer), expected)
         assert receiver.moved.total() == sum(tensor.nbytes for tensor in expected.values())
+        names = {rank.name: f"trainer{number}" for number, rank in enumerate(publishers)}
+        moved = {names[source]: count for source, count in receiver.moved.items()}
+        assert moved == total.sources
     for end in publishers:
         end.close()
 
 
 def test_a_part_of_a_piece_cannot_be_verified() -> None:
-    offer, publishers = publish(fsdp_sources(HEADERS, 1), 0)
+    offer, publishers = publish(1, 0)
     name = "model.layers.0.self_attn.q_proj.weight"
     receiver = reader.NixlReader()
     receiver._slices = Slices({name: cells(name, HEADERS, 2)[0]}, {}, {name: name})

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from rollway.errors import UsageError
-from rollway.weights.layout import Box, Piece, Role, Shape, place_at
+from rollway.weights.layout import Box, Piece, Role, Shape
 from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
-from rollway.weights.megatron.pieces import cuts, local_view, pieces, place
-from tests.unit.weights.planned import slices
+from rollway.weights.megatron.pieces import local_view, pieces, place
 
 QWEN3_30B = ModelGeometry(
     layers=48, hidden=2048, heads=32, query_groups=4, head_dim=128, vocab=151936
@@ -26,14 +25,13 @@ def _filled(
         position = Position(tp=rank, tp_size=size)
         shard = place(name, "F32", tuple(local.shape), role, position)
         for piece in pieces(shard, hf, geometry):
-            at = place_at(piece.at, Box.whole(piece.box.shape))
-            held.setdefault(piece.name, []).append((piece, local[slices(at)]))
+            held.setdefault(piece.name, []).append((piece, local[piece.slices]))
     result = {}
     for hf_name, parts in held.items():
-        shape = tuple(map(max, zip(*(piece.box.stop for piece, _ in parts), strict=True)))
+        (shape,) = {piece.shape for piece, _ in parts}
         result[hf_name] = torch.full(shape, -1.0)
         for piece, part in parts:
-            result[hf_name][slices(piece.box)] = part
+            result[hf_name][piece.box.slices] = part
     return result
 
 
@@ -112,14 +110,13 @@ def _check_transposed(
     assert {piece.name for piece in pieces_here} == truth.keys()
     for piece in pieces_here:
         assert piece.transposed
-        rows, columns = piece.box.shape[::-1]
-        at = local[piece.at[0] : piece.at[0] + rows, piece.at[1] : piece.at[1] + columns]
-        assert torch.equal(at.t(), truth[piece.name][slices(piece.box)])
+        assert piece.shape == tuple(truth[piece.name].shape)
+        assert torch.equal(local[piece.slices].t(), truth[piece.name][piece.box.slices])
 
 
 def test_a_row_parallel_bias_is_whole_on_every_rank() -> None:
     shard = place("linear_proj.bias", "F32", (6,), Role.ROW, Position(tp=1, tp_size=2))
-    assert pieces(shard, ["b"], SMALL) == [Piece("b", Box((0,), (6,)), "linear_proj.bias", (0,))]
+    assert pieces(shard, ["b"], SMALL) == [Piece("b", (6,), Box((0,), (6,)), (0,))]
 
 
 def test_equal_tensors_of_all_layers_share_their_geometry() -> None:
@@ -128,7 +125,8 @@ def test_equal_tensors_of_all_layers_share_their_geometry() -> None:
         place(f"decoder.layers.{n}.qkv", "BF16", (640, 2048), Role.QKV_COLUMN, position)
         for n in (0, 47)
     ]
-    assert cuts(shards[0], 3, QWEN3_30B) is cuts(shards[1], 3, QWEN3_30B)
+    first, last = (pieces(shard, ["q", "k", "v"], QWEN3_30B) for shard in shards)
+    assert all(one.box is other.box for one, other in zip(first, last, strict=True))
 
 
 def test_a_shape_that_does_not_fit_the_model_is_refused() -> None:

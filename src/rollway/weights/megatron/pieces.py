@@ -5,8 +5,8 @@
     embedding    rows after the model's vocabulary are padding
     experts      `weight1`, `weight2` of the old GroupedMLP have all local experts, transposed
 
-`Shard.shape` is the plain concatenation of all ranks. Layers share their geometry, so boxes are
-computed once, without names (`cuts`), and `pieces` adds the names.
+`Shard.shape` is the plain concatenation of all ranks. Layers share their geometry, so pieces are
+computed once, without names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from rollway.errors import UsageError
-from rollway.weights.layout import Box, Piece, Placed, Role, Shape, Shard, publishes
+from rollway.weights.layout import Box, Piece, Role, Shape, Shard, publishes
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 
 _BY_TENSOR_RANK = {Role.QKV_COLUMN, Role.GATED_MLP_COLUMN, Role.COLUMN, Role.VOCAB_PARALLEL}
@@ -50,26 +50,18 @@ def pieces(shard: Shard, hf_names: Sequence[str], geometry: ModelGeometry) -> li
 
     The names are in canonical order: q, k, v; gate, up; by expert. A tensor without a Hugging Face
     counterpart has no names."""
-    return [
-        Piece(hf_names[cut.tensor], cut.box, shard.name, cut.at, cut.transposed)
-        for cut in cuts(shard, len(hf_names), geometry)
-    ]
-
-
-def cuts(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Placed, ...]:
-    """Return the boxes of `count` Hugging Face tensors in `shard`, without names.
-
-    Equal tensors of all layers get the very same tuple."""
-    if not count:
-        return ()
+    if not hf_names:
+        return []
+    legacy, count = is_legacy(shard.name), len(hf_names)
     try:
-        return _cuts(shard.role, is_legacy(shard.name), count, shard.shape, shard.box, geometry)
+        nameless = _cut(shard.role, legacy, count, shard.shape, shard.box, geometry)
     except _Misfit as error:
         raise UsageError(
             f"{shard.name} ({shard.role}, {list(shard.shape)} over all ranks) does not fit the "
             f"model: {error}.",
             "Check the model's geometry, the tensor's role and the parallel sizes.",
         ) from error
+    return [replace(piece, name=hf_names[number]) for number, piece in nameless]
 
 
 def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -> Shard:
@@ -137,15 +129,16 @@ class _Misfit(Exception):
 
 
 @lru_cache(maxsize=65536)
-def _cuts(
+def _cut(
     role: Role, legacy: bool, count: int, shape: Shape, box: Box, geometry: ModelGeometry
-) -> tuple[Placed, ...]:
+) -> list[tuple[int, Piece]]:
+    """Return the pieces in a box of a tensor, each after the number of its name."""
     if legacy:
-        return _legacy_cuts(role, count, shape, box, geometry)
+        return _cut_legacy(role, count, shape, box, geometry)
     if role in _NOT_FUSED:
         if count != 1:
             raise _Misfit(f"it has one part, but {count} names")
-        return (Placed(box, (0,) * len(shape)),)
+        return [(0, Piece("", shape, box, (0,) * len(shape)))]
     heights = _heights(role, shape, geometry)
     if count not in (1, len(heights)):
         raise _Misfit(f"it has {len(heights)} parts, but {count} names")
@@ -160,13 +153,15 @@ def _cuts(
             _Run(0, run.source, run.target + sum(heights[: run.index]), run.length) for run in runs
         ]
         heights = (sum(heights),)
-    placed = []
+    found = []
     for run in _join_neighbours(runs):
-        stop = min(run.target + run.length, heights[run.index])  # the rest is padding
+        height = heights[run.index]
+        stop = min(run.target + run.length, height)  # the rest is padding
         if stop > run.target:
             at = (run.source - box.start[0], *(0 for _ in box.start[1:]))
-            placed.append(Placed(box.narrow(0, run.target, stop), at, tensor=run.index))
-    return tuple(placed)
+            piece = Piece("", (height, *shape[1:]), box.narrow(0, run.target, stop), at)
+            found.append((run.index, piece))
+    return found
 
 
 def _join_neighbours(runs: list[_Run]) -> list[_Run]:
@@ -240,24 +235,22 @@ def _gated_runs(box: Box) -> list[_Run]:
     return [_Run(0, start, start // 2, half), _Run(1, start + half, start // 2, half)]
 
 
-def _legacy_cuts(
+def _cut_legacy(
     role: Role, count: int, shape: Shape, box: Box, geometry: ModelGeometry
-) -> tuple[Placed, ...]:
-    """Return the boxes of all local experts in one tensor, whose memory is `[experts, in, out]`."""
+) -> list[tuple[int, Piece]]:
+    """Return the pieces in a tensor of all local experts; its memory is `[experts, in, out]`."""
     hidden, parts = geometry.hidden, 2 if role is Role.EXPERT_COLUMN else 1  # gate and up, or down
     experts, odd = divmod(count, parts)
     if role is Role.EXPERT_ROW and not shape[0] % count and shape[1:] == (hidden,):
         width, start = box.shape[0] // count, box.start[0] // count
-        return tuple(
-            Placed(Box((0, start), (hidden, start + width)), (e * width, 0), True, e)
-            for e in range(count)
-        )
+        inside, whole = Box((0, start), (hidden, start + width)), (hidden, shape[0] // count)
+        return [(e, Piece("", whole, inside, (e * width, 0), True)) for e in range(count)]
     if role is Role.EXPERT_COLUMN and not odd and shape[0] == experts * hidden:
         width, start = box.shape[1] // parts, box.start[1] // parts
-        expert_box = Box((start, 0), (start + width, hidden))
-        return tuple(
-            Placed(expert_box, (e * hidden, part * width), True, e * parts + part)
+        inside, whole = Box((start, 0), (start + width, hidden)), (shape[1] // parts, hidden)
+        return [
+            (e * parts + part, Piece("", whole, inside, (e * hidden, part * width), True))
             for e in range(experts)
             for part in range(parts)
-        )
+        ]
     raise _Misfit(f"it does not hold {experts} experts of width {hidden}")

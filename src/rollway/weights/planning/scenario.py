@@ -1,70 +1,114 @@
-"""Plan from a short description: `megatron:tp=2,ep=8` to `vllm:tp=2`, for a model on disk.
+"""Say what a refit over NIXL would move: from `megatron:tp=2,ep=8` to `vllm:tp=2`, for a model.
 
-Neither has to run. A `config.json` is enough: transformers knows which tensors follow from it, also
-for models that would not fit on this machine. What the ranks of a Megatron trainer hold of them
-follows from its parallel sizes (`describe`).
+    what each rank publishes     boxes of Hugging Face tensors, divided where the engine cuts them
+    what each rank needs         vLLM's shards (`targets`)
+    what each rank reads         all pieces of its shard; all of a tensor if a piece would be cut
+
+Neither side has to run. A `config.json` is enough: transformers knows which tensors follow from it,
+also for models that would not fit on this machine. What the ranks of a Megatron trainer hold of
+them follows from its parallel sizes (`describe`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader, read_config, read_headers
-from rollway.weights.layout import Box, Placed, Role, Shape, Shard
+from rollway.weights.layout import ELEMENT_BYTES, Box, Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
 from rollway.weights.megatron.names import NameMap, role_of_name
 from rollway.weights.megatron.pieces import (
     MegatronModel,
     RankLayout,
-    cuts,
     is_legacy,
+    pieces,
     place,
     sharding,
 )
-from rollway.weights.planning.plan import Costs, ResidentTensor, Source, Total, plan
-from rollway.weights.planning.targets import Headers, engine_ranks, engine_targets, hf_targets
+from rollway.weights.planning.targets import EngineRank, Headers, cells, engine_ranks, part_of
 
 _SOURCES = {
-    "hf": (),
     "fsdp": ("ranks",),
     "megatron": ("tp", "pp", "ep", "etp", "world", "padded_vocab"),
 }
-_TARGETS = {"hf": (), "vllm": ("tp", "ep")}
+_TARGETS = {"vllm": ("tp", "ep")}
 """The sizes that a layout may have; the one without a name is `ranks`."""
 _FUSED_NORM = ".layer_norm_"
 _OTHER_EXPERTS = (".experts.local_experts.", ".experts.weight")
 Config = Mapping[str, Any]
+Published = Mapping[str, Mapping[Box, str]]
+"""By Hugging Face tensor: its pieces, and the rank that publishes each of them."""
 
 
-def plan_scenario(
-    model: Path, source: str, target: str, costs: Costs | None = None
-) -> tuple[Total, dict[str, Total]]:
-    """Return what all ranks of one engine laid out as `target` would read in a refit by a trainer
-    laid out as `source`, and what each of them would. All read at once.
+@dataclass(slots=True)
+class Total:
+    """What a rank of an engine needs, and what it reads."""
+
+    needed: int = 0  # Bytes
+    reads: int = 0  # Pieces
+    sources: Counter[str] = field(default_factory=Counter)  # Bytes read, by source
+
+    @property
+    def moved(self) -> int:
+        return self.sources.total()
+
+
+def plan_scenario(model: Path, source: str, target: str) -> dict[str, Total]:
+    """Return what each rank of one engine laid out as `target` would read in a refit by a trainer
+    laid out as `source`.
 
     Parameters:
         model: a checkpoint directory, or a `config.json`.
-        source: hf, fsdp:RANKS, or megatron:tp=..,pp=..,ep=..,etp=..
-        target: hf, or vllm:tp=..,ep=..
-        costs: speeds of the machines.
+        source: fsdp:RANKS, or megatron:tp=..,pp=..,ep=..,etp=..
+        target: vllm:tp=..,ep=..
     """
-    kind, sizes = _parse(target, _TARGETS)
+    _, sizes = _parse(target, _TARGETS)
     config, headers = read_model(model)
-    sources = _make_sources(source, config, headers)
-    if kind == "hf":
-        receivers = {"receiver": hf_targets(headers)}
-    else:
-        ranks = enumerate(engine_ranks(config, **sizes))
-        receivers = {f"rank{number}": engine_targets(rank, headers) for number, rank in ranks}
-    total, totals = Total(), {name: Total() for name in receivers}
-    for transfer in plan(sources, receivers.items(), costs):
-        totals[transfer.receiver].add(transfer)
-        total.add(transfer)
-    total.seconds = max(each.seconds for each in totals.values())
-    return total, totals
+    ranks = engine_ranks(config, **sizes)
+    published = divide(_publish(source, config, headers), headers, sizes.get("tp", 1))
+    return {f"rank{number}": plan(published, headers, rank) for number, rank in enumerate(ranks)}
+
+
+def plan(published: Published, headers: Headers, rank: EngineRank) -> Total:
+    """Return what a rank of an engine reads of tensors that are published in these pieces."""
+    parameters: dict[str, str] = {}
+    boxes: dict[str, Box | None] = {}
+    for name, header in headers.items():
+        try:
+            parameters[name], part = part_of(name, headers, rank)
+            boxes[name] = part.box if part else None
+        except (UsageError, IndexError):  # without a rule, it is received whole
+            parameters[name], boxes[name] = name, Box.whole(header.shape)
+    # A part of a piece cannot be verified, and the tensors of a parameter are verified together.
+    received_whole = {
+        parameters[name]
+        for name, box in boxes.items()
+        if box is not None and not _is_made_of(published[name], box)
+    }
+    total = Total()
+    for name, box in boxes.items():
+        size = ELEMENT_BYTES[headers[name].dtype]
+        total.needed += box.elements * size if box else 0
+        if parameters[name] in received_whole:
+            box = Box.whole(headers[name].shape)
+        for piece in _list_inside(published[name], box) if box else ():
+            total.reads += 1
+            total.sources[published[name][piece]] += piece.elements * size
+    return total
+
+
+def _is_made_of(published: Mapping[Box, str], box: Box) -> bool:
+    return all(piece.intersect(box) == piece for piece in _list_inside(published, box))
+
+
+def _list_inside(published: Mapping[Box, str], box: Box) -> list[Box]:
+    """Return the pieces that have an element of a box."""
+    return [box] if box in published else [piece for piece in published if piece.intersect(box)]
 
 
 def _parse(spec: str, kinds: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, int]]:
@@ -83,13 +127,20 @@ def _parse(spec: str, kinds: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[s
     return kind, sizes
 
 
-def _make_sources(spec: str, config: Config, headers: Headers) -> list[Source]:
+def _publish(spec: str, config: Config, headers: Headers) -> Published:
     kind, sizes = _parse(spec, _SOURCES)
-    if kind != "megatron":
-        return fsdp_sources(headers, sizes.get("ranks", 1))
+    if kind == "fsdp":
+        return publish_rows(headers, sizes.get("ranks", 1))
     padded_vocab = sizes.pop("padded_vocab", 0)
     names = NameMap(str(config.get("model_type")), ModelGeometry.from_hf_config(config))
-    return megatron_sources(describe(headers, names, Topology(**sizes), padded_vocab=padded_vocab))
+    model = describe(headers, names, Topology(**sizes), padded_vocab=padded_vocab)
+    published = publish_shards(model)
+    if missing := headers.keys() - published.keys():
+        raise UsageError(
+            f"Rollway does not know where Megatron keeps {min(missing)}.",
+            "Plan for a model without it.",
+        )
+    return published
 
 
 # --- the tensors of a model ----------------------------------------------------------------------
@@ -99,7 +150,10 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, TensorHeader]]:
     """Return config and tensors of a checkpoint directory, or of a `config.json` alone."""
     config = read_config(path / "config.json" if path.is_dir() else path)
     has_weights = path.is_dir() and any(path.glob("model*.safetensors*"))
-    return config, read_headers(path) if has_weights else hf_headers(config)
+    headers = read_headers(path) if has_weights else hf_headers(config)
+    if config.get("tie_word_embeddings"):
+        headers.pop("lm_head.weight", None)  # the same tensor as the embedding
+    return config, headers
 
 
 def hf_headers(config: Config) -> dict[str, TensorHeader]:
@@ -126,36 +180,42 @@ def hf_headers(config: Config) -> dict[str, TensorHeader]:
 # --- trainers that do not run --------------------------------------------------------------------
 
 
-def fsdp_sources(headers: Headers, ranks: int) -> list[Source]:
-    """Return sources for ranks that shard every tensor by rows, as FSDP2 does. The last ranks may
-    have fewer rows than others, or none. A tensor without dimensions is on all ranks."""
-    sources = []
-    for rank in range(ranks):
-        tensors = {}
-        for name, header in headers.items():
-            box = Box.whole(header.shape)
-            if header.shape:
-                rows, height = -(-header.shape[0] // ranks), header.shape[0]
-                box = box.narrow(0, min(rank * rows, height), min((rank + 1) * rows, height))
-            if box.elements:
-                held = (Placed(box, (0,) * len(box.start)),)
-                tensors[name] = ResidentTensor((name,), header.dtype, box.shape, held)
-        sources.append(Source("trainer" if ranks == 1 else f"trainer{rank}", tensors))
-    return sources
+def publish_rows(headers: Headers, ranks: int) -> Published:
+    """Return what ranks publish that shard every tensor by rows, as FSDP2 does. The last ranks may
+    have fewer rows than others, or none. The first has tensors without dimensions."""
+    published: dict[str, dict[Box, str]] = {}
+    for name, header in headers.items():
+        whole, height = Box.whole(header.shape), header.shape[0] if header.shape else 1
+        rows = -(-height // ranks)
+        parts = published[name] = {}
+        for rank, start in enumerate(range(0, height, rows)):
+            stop = min(start + rows, height)
+            parts[whole.narrow(0, start, stop) if header.shape else whole] = f"trainer{rank}"
+    return published
 
 
-def megatron_sources(model: MegatronModel) -> list[Source]:
-    """Return a source for every rank of a Megatron trainer, replicas included: the planner divides
-    the load among them."""
-    sources = []
+def publish_shards(model: MegatronModel) -> Published:
+    """Return what the ranks of a Megatron trainer publish."""
+    published: dict[str, dict[Box, str]] = {}
     for rank, layout in model.ranks.items():
-        tensors = {}
         for tensor, names in layout.names.items():
-            shard = layout.shards[tensor]
-            held = cuts(shard, len(names), model.geometry)
-            tensors[tensor] = ResidentTensor(names, shard.dtype, shard.box.shape, held)
-        sources.append(Source(f"trainer{rank}", tensors))
-    return sources
+            if layout.owns(tensor):
+                for piece in pieces(layout.shards[tensor], names, model.geometry):
+                    published.setdefault(piece.name, {})[piece.box] = f"trainer{rank}"
+    return published
+
+
+def divide(published: Published, headers: Headers, ranks: int) -> Published:
+    """Return pieces divided where engines of `ranks` tensor ranks cut their tensors."""
+    return {
+        name: {
+            inside: source
+            for piece, source in parts.items()
+            for cell in cells(name, headers, ranks)
+            if (inside := cell.intersect(piece))
+        }
+        for name, parts in published.items()
+    }
 
 
 def describe(

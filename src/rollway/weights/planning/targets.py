@@ -1,4 +1,4 @@
-"""Describe what the ranks of an engine receive: whole tensors, or vLLM's shards of them.
+"""Describe what the ranks of an engine receive: vLLM's shards of Hugging Face tensors.
 
     q_proj, k_proj, v_proj   qkv_proj      [q of this rank; k; v]; k and v heads are repeated if
                                            there are fewer of them than ranks
@@ -40,47 +40,18 @@ Headers = Mapping[str, TensorHeader]  # Hugging Face tensors by name
 
 
 class TargetPart(NamedTuple):
-    """The box of a tensor that a rank receives, and where it starts in a parameter of `shape`.
-
-    The parameter may have more dimensions in front: experts are stacked there."""
+    """The box of a tensor that a rank needs, and the shape of the parameter that it goes into."""
 
     box: Box
-    at: Shape
     shape: Shape
 
 
-class Target(NamedTuple):
-    """The parameter of a rank that a Hugging Face tensor goes into, and the part that it gets."""
-
-    parameter: str
-    dtype: str
-    part: TargetPart
-
-
-Targets = Mapping[str, Target]  # By the name of the Hugging Face tensor
-
-
-def hf_targets(headers: Headers, boxes: Mapping[str, Box | None] | None = None) -> Targets:
-    """Describe a receiver that gets `boxes` of some tensors (None: nothing), and all others whole.
-
-    A box keeps the name of its tensor."""
-    targets = {}
-    for name, tensor in headers.items():
-        box = (boxes or {}).get(name, Box.whole(tensor.shape))
-        if box is not None:
-            part = TargetPart(box, (0,) * len(box.start), box.shape)
-            targets[name] = Target(name, tensor.dtype, part)
-    return targets
-
-
 class Kind(StrEnum):
-    """How vLLM shards a tensor, and where it is fused."""
+    """How vLLM shards a tensor."""
 
     Q = "q"
-    K = "k"
-    V = "v"
-    FIRST_HALF = "first_half"
-    SECOND_HALF = "second_half"
+    KV = "kv"
+    HALF = "half"  # By rows, as one of two tensors in a parameter
     COLUMN = "column"
     ROW = "row"
     VOCAB = "vocab"
@@ -89,18 +60,15 @@ class Kind(StrEnum):
 
 _MODULES = {
     "q_proj": (Kind.Q, "qkv_proj"),
-    "k_proj": (Kind.K, "qkv_proj"),
-    "v_proj": (Kind.V, "qkv_proj"),
-    "gate_proj": (Kind.FIRST_HALF, "gate_up_proj"),
-    "up_proj": (Kind.SECOND_HALF, "gate_up_proj"),
+    **dict.fromkeys(("k_proj", "v_proj"), (Kind.KV, "qkv_proj")),
+    **dict.fromkeys(("gate_proj", "up_proj"), (Kind.HALF, "gate_up_proj")),
     "o_proj": (Kind.ROW, "o_proj"),
     "down_proj": (Kind.ROW, "down_proj"),
     "embed_tokens": (Kind.VOCAB, "embed_tokens"),
     "lm_head": (Kind.VOCAB, "lm_head"),
 }
 _EXPERT_MODULES = {
-    **dict.fromkeys(("gate_proj", "w1"), (Kind.FIRST_HALF, "w13_weight")),
-    **dict.fromkeys(("up_proj", "w3"), (Kind.SECOND_HALF, "w13_weight")),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (Kind.HALF, "w13_weight")),
     **dict.fromkeys(("down_proj", "w2"), (Kind.ROW, "w2_weight")),
 }
 
@@ -117,8 +85,6 @@ class EngineRank:
     tp_rank: int = 0
     ep_size: int = 1  # 1: no expert parallelism; experts are sharded over the tensor-parallel ranks
     ep_rank: int = 0
-    tied: bool = False
-    """The output layer is the embedding, so a checkpoint's `lm_head` is not loaded."""
 
     @property
     def owned(self) -> range:
@@ -153,21 +119,9 @@ def engine_ranks(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[En
             tp_rank=rank % tp,
             ep_size=ep,
             ep_rank=rank if ep > 1 else 0,
-            tied=size.tied_embeddings,
         )
         for rank in range(max(tp, ep))
     ]
-
-
-def engine_targets(rank: EngineRank, headers: Headers) -> Targets:
-    """Return what a rank of an engine needs."""
-    targets = {}
-    for name, tensor in headers.items():
-        if not (rank.tied and name.endswith("lm_head.weight")):
-            parameter, part = part_of(name, headers, rank)
-            if part is not None:
-                targets[name] = Target(parameter, tensor.dtype, part)
-    return targets
 
 
 def part_of(name: str, headers: Headers, rank: EngineRank) -> tuple[str, TargetPart | None]:
@@ -211,7 +165,7 @@ def _find_rule(name: str, headers: Headers) -> tuple[Kind, int | None, str]:
     prefix, dot, module = front.rpartition(".")
     if module in _MODULES and leaf in ("weight", "bias"):
         kind, parameter = _MODULES[module]
-        if kind is Kind.SECOND_HALF and f"{prefix}.gate_proj.{leaf}" not in headers:
+        if kind is Kind.HALF and f"{prefix}.gate_proj.{leaf}" not in headers:
             return Kind.COLUMN, None, name  # an MLP without a gate
         return kind, None, f"{prefix}{dot}{parameter}.{leaf}"
     if _REPLICATED.fullmatch(f"{module}.{leaf}") or _REPLICATED.fullmatch(leaf):
@@ -231,8 +185,8 @@ def _find_part(kind: Kind, expert: int | None, shape: Shape, rank: EngineRank) -
     if expert is not None:
         return _find_expert(kind, expert, shape, rank)
     if _is_replicated(kind, shape):
-        return TargetPart(Box.whole(shape), (0,) * len(shape), shape)
-    if kind in (Kind.Q, Kind.K, Kind.V):
+        return TargetPart(Box.whole(shape), shape)
+    if kind in (Kind.Q, Kind.KV):
         return _find_qkv(kind, shape, rank)
     if kind is Kind.VOCAB:
         return _find_vocab(shape, rank)
@@ -242,16 +196,13 @@ def _find_part(kind: Kind, expert: int | None, shape: Shape, rank: EngineRank) -
 def _find_shard(kind: Kind, shape: Shape, tp: int, rank: int) -> TargetPart:
     axis = 1 if kind is Kind.ROW else 0
     size = _divide(shape[axis], tp)
-    halves = 2 if kind in (Kind.FIRST_HALF, Kind.SECOND_HALF) else 1
-    at = size if kind is Kind.SECOND_HALF else 0
-    return _make_part(shape, axis, rank * size, size, at, halves * size)
+    return _make_part(shape, axis, rank * size, size, 2 * size if kind is Kind.HALF else size)
 
 
-def _make_part(shape: Shape, axis: int, start: int, size: int, at: int, of: int) -> TargetPart:
-    """Return `size` rows (or columns) of a tensor, which go to row `at` of a parameter of `of`."""
-    target = Box.whole(shape).narrow(axis, at, of)
+def _make_part(shape: Shape, axis: int, start: int, size: int, of: int) -> TargetPart:
+    """Return `size` rows (or columns) of a tensor, for a parameter that has `of`."""
     box = Box.whole(shape).narrow(axis, start, start + size)
-    return TargetPart(box, target.start, target.stop)
+    return TargetPart(box, (*shape[:axis], of, *shape[axis + 1 :]))
 
 
 def _find_qkv(kind: Kind, shape: Shape, rank: EngineRank) -> TargetPart:
@@ -266,10 +217,9 @@ def _find_qkv(kind: Kind, shape: Shape, rank: EngineRank) -> TargetPart:
     kv_rows = max(1, rank.kv_heads // tp) * d
     fused = q_rows + 2 * kv_rows
     if kind is Kind.Q:
-        return _make_part(shape, 0, t * q_rows, q_rows, 0, fused)
+        return _make_part(shape, 0, t * q_rows, q_rows, fused)
     replicas = max(1, tp // rank.kv_heads)  # so many neighbouring ranks hold the same KV head
-    at = q_rows if kind is Kind.K else q_rows + kv_rows
-    return _make_part(shape, 0, t // replicas * kv_rows, kv_rows, at, fused)
+    return _make_part(shape, 0, t // replicas * kv_rows, kv_rows, fused)
 
 
 def _find_vocab(shape: Shape, rank: EngineRank) -> TargetPart | None:
@@ -277,7 +227,7 @@ def _find_vocab(shape: Shape, rank: EngineRank) -> TargetPart | None:
     rows = _divide(_pad_vocab(shape[0]), rank.tp_size)
     start = rank.tp_rank * rows
     real = min(shape[0], start + rows) - start
-    return _make_part(shape, 0, start, real, 0, rows) if real > 0 else None
+    return _make_part(shape, 0, start, real, rows) if real > 0 else None
 
 
 def _pad_vocab(rows: int) -> int:
@@ -295,8 +245,7 @@ def _find_expert(kind: Kind, expert: int, shape: Shape, rank: EngineRank) -> Tar
     # With expert parallelism, an expert is whole on its rank.
     tp, t = (rank.tp_size, rank.tp_rank) if rank.ep_size == 1 else (1, 0)
     part = _find_shard(kind, shape, tp, t)
-    here = expert - rank.owned.start
-    return TargetPart(part.box, (here, *part.at), (len(rank.owned), *part.shape))
+    return TargetPart(part.box, (len(rank.owned), *part.shape))
 
 
 def _divide(size: int, ranks: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import digests, dtype_name
-from rollway.weights.layout import Box, Piece, Placed
+from rollway.weights.layout import Box, Piece
 from rollway.weights.offer import Offer, PlacedBox
 from rollway.weights.planning.targets import cells
 from rollway.weights.transports.base import (
@@ -198,8 +198,8 @@ class NixlPublisher(Publisher):
 def read_source(
     source: Source, *, with_replicas: bool = False
 ) -> tuple[list[LocalPiece], dict[str, TensorHeader]]:
-    """Return the pieces of a source, and the headers of whole tensors, as far as those are known;
-    of tensors that other ranks publish nothing, unless `with_replicas`."""
+    """Return the pieces of a source, and the headers of the whole tensors; of tensors that other
+    ranks publish nothing, unless `with_replicas`."""
     pieces: list[LocalPiece] = []
     headers: dict[str, TensorHeader] = {}
     for item in list_items(source):
@@ -210,15 +210,13 @@ def read_source(
         elif item.owned_here or with_replicas:
             for piece in item.pieces:
                 pieces.append(LocalPiece(piece.name, piece.box, slice_piece(item.tensor, piece)))
-                # Only a shard with the name of its Hugging Face tensor knows that tensor's shape.
-                if piece.name == item.shard.name:
-                    headers[piece.name] = TensorHeader(item.shard.dtype, item.shard.shape)
+                headers[piece.name] = TensorHeader(item.shard.dtype, piece.shape)
     return pieces, headers
 
 
 def slice_piece(tensor: Tensor, piece: Piece) -> Tensor:
     """Return a piece of a rank's tensor, in the orientation of the Hugging Face tensor."""
-    part = tensor.detach()[Placed(piece.box, piece.at, piece.transposed).destination.slices]
+    part = tensor.detach()[piece.slices]
     part = part.transpose(-1, -2) if piece.transposed else part
     return part.reshape(piece.box.shape)
 
@@ -229,7 +227,7 @@ def split(
     """Yield the pieces, divided where engines of up to `ranks` ranks cut their tensors; with
     `in_place`, only if each part is one run of bytes."""
     for piece in pieces:
-        boxes = cells(piece.name, headers, ranks) if ranks > 1 and piece.name in headers else ()
+        boxes = cells(piece.name, headers, ranks) if ranks > 1 else ()
         parts = [
             LocalPiece(piece.name, inside, piece.tensor[inside.relative_to(piece.box.start).slices])
             for box in boxes
