@@ -306,12 +306,17 @@ class Catalog:
         path, body = f"/v1/{name}", msgspec.msgpack.encode(arguments)
         headers = sign_bytes(self._secret, path, body)
         number = json.loads(headers[ORDER_HEADER])["number"]
+
+        async def post() -> tuple[bytes, Mapping[str, str]]:
+            async with Http() as http:
+                return await http.post_bytes(
+                    self.url + path, body, timeout=_CALL_SECONDS, limit=MAX_BYTES, headers=headers
+                )
+
         try:
             # The caller's thread may run an event loop, and must not wait for this one on Ctrl-C.
-            post = start_thread(
-                "rollway-catalog-call", lambda: asyncio.run(self._post(path, body, headers))
-            )
-            raw, theirs = post.result()
+            call = start_thread("rollway-catalog-call", lambda: asyncio.run(post()))
+            raw, theirs = call.result()
             check_bytes(raw, read_order(Verifier(self._secret), f"answer {number}", theirs)[0])
             answered = msgspec.msgpack.decode(raw, type=Answer)
         except (Unreachable, RequestFailed, OrderRefused, *_UNREADABLE) as error:
@@ -319,15 +324,6 @@ class Catalog:
         if answered.error:
             raise (NotYet if answered.is_early else WeightsError)(answered.error, answered.hint)
         return answered.result
-
-    async def _post(
-        self, path: str, body: bytes, headers: dict[str, str]
-    ) -> tuple[bytes, Mapping[str, str]]:
-        async with Http() as http:
-            url = self.url + path
-            return await http.post_bytes(
-                url, body, timeout=_CALL_SECONDS, limit=MAX_BYTES, headers=headers
-            )
 
     def _explain(self, error: Exception) -> WeightsError:
         if isinstance(error, OrderRefused) or getattr(error, "status", 0) == 401:

@@ -94,8 +94,11 @@ class NixlPublisher(Publisher):
         # A rank beyond those of an engine has no reader of its own number.
         self._with_replicas = same_rank and rank < engine_ranks
         self.name = make_unique_name(f"trainer{rank}")
-        self._server = None if catalog else CatalogServer(host, port, secret=secret)
-        self.catalog_url = catalog or self._server.url
+        self._server: CatalogServer | None = None
+        if not catalog:
+            self._server = CatalogServer(host, port, secret=secret)
+            catalog = self._server.url
+        self.catalog_url = catalog
         self._where: dict[str, Any] = {"catalog": self.catalog_url}
         if modelexpress:
             self._where["modelexpress"] = dict(modelexpress)
