@@ -63,7 +63,7 @@ class NotYet(WeightsError):
 # --- what it knows -------------------------------------------------------------------------------
 
 
-class Versions:
+class ListedVersions:
     """The listings of each version, and whose turn it is to read from which source."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ _CALLS: dict[str, Any] = {
     "look_up": tuple[Count, list[Name], str],
     "end_turn": tuple[Name],
 }
-"""The methods of `Versions` that can be called, with their arguments."""
+"""The methods of `ListedVersions` that can be called, with their arguments."""
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -193,7 +193,7 @@ class CatalogServer:
     """A catalog that runs in a thread of this process."""
 
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, secret: str | None = None) -> None:
-        self.versions = Versions()
+        self.versions = ListedVersions()
         self._secret = _need_secret(secret)
         self._verifier = Verifier(self._secret)
         self._loop = asyncio.new_event_loop()
@@ -253,7 +253,7 @@ class CatalogServer:
         return web.Response(body=raw, headers=sign_bytes(self._secret, f"answer {number}", raw))
 
 
-def answer(versions: Versions, call: str, arguments: bytes) -> Answer:
+def answer(versions: ListedVersions, call: str, arguments: bytes) -> Answer:
     """Make a call, and return its result or its error."""
     try:
         checked = msgspec.msgpack.decode(arguments, type=_CALLS[call])

@@ -45,10 +45,10 @@ from rollway.weights.transports.nixl.catalog import Catalog
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
     SAME_RANK,
-    Group,
     Listing,
     Part,
     Source,
+    SourceGroup,
     place,
     read_group,
     write_body,
@@ -139,7 +139,7 @@ class NixlReader(Reader):
 
     def _look_up(
         self, offer: Offer, without: Sequence[str] = (), *, in_turn: bool = False
-    ) -> Group:
+    ) -> SourceGroup:
         """Return the sources to read from."""
         catalog = open_catalog(offer.where)
         listings = None
@@ -180,7 +180,7 @@ class NixlReader(Reader):
                 )
 
     def _pull(
-        self, group: Group, done: set[str], serves: bool
+        self, group: SourceGroup, done: set[str], serves: bool
     ) -> Generator[tuple[str, Tensor], None, Held]:
         """Read all windows and yield their tensors, verified, without those in `done`."""
         targets = self._list_targets(group)
@@ -212,7 +212,7 @@ class NixlReader(Reader):
                         yield target.name, tensor
         return [pair for pairs in held for pair in pairs]
 
-    def _list_targets(self, group: Group) -> list[Target]:
+    def _list_targets(self, group: SourceGroup) -> list[WantedTensor]:
         """Return what this reader receives."""
         targets = []
         for name, header in group.headers.items():
@@ -236,10 +236,10 @@ class NixlReader(Reader):
                     f"Only a part of a piece of {name} is wanted, which cannot be verified.",
                     "Receive whole tensors; digests are those of the pieces that ranks hold.",
                 )
-            targets.append(Target(name, box, DTYPES[header.dtype], parts))
+            targets.append(WantedTensor(name, box, DTYPES[header.dtype], parts))
         return targets
 
-    def _connect(self, group: Group) -> Connections:
+    def _connect(self, group: SourceGroup) -> Connections:
         """Return connections that sources like these accept."""
         mode = group.sources[0].memory.error_handling
         connections = self._connections
@@ -252,7 +252,7 @@ class NixlReader(Reader):
 
 
 @dataclass(frozen=True)
-class Target:
+class WantedTensor:
     """A tensor, or the box of one, that this reader receives, and the parts it is made of."""
 
     name: str
@@ -358,7 +358,7 @@ class Connections:
         return peer
 
 
-def _find_device(group: Group) -> torch.device:
+def _find_device(group: SourceGroup) -> torch.device:
     """Return the kind of device that holds the sources' tensors, as this process numbers it."""
     kinds = {source.memory.memory for source in group.sources if source.memory.pieces}
     if kinds == {"VRAM"} and torch.cuda.is_available():
