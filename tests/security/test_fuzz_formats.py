@@ -37,7 +37,7 @@ from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Stor
 from rollway.weights.transports.delta import Manifest as DeltaManifest
 from rollway.weights.transports.delta import format as delta
 from rollway.weights.transports.delta.reader import write_steps
-from rollway.weights.transports.nixl.catalog import _CALLS, Versions, answer
+from rollway.weights.transports.nixl.catalog import _CALLS, ListedVersions, answer
 from rollway.weights.transports.nixl.listing import Listing, SourceMemory, read_group
 from rollway.weights.transports.shm_shards import group_by_tensor
 from tests.checkpoints import write_checkpoint
@@ -157,7 +157,7 @@ def read_change(raw: bytes) -> None:
 
 
 def read_call(raw: bytes) -> None:
-    versions = Versions()
+    versions = ListedVersions()
     for name in _CALLS:
         assert answer(versions, name, raw) is not None
 

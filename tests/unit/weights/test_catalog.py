@@ -28,8 +28,8 @@ from rollway.weights.transports.nixl.catalog import (
     Answer,
     Catalog,
     CatalogServer,
+    ListedVersions,
     NotYet,
-    Versions,
     check_bytes,
     read_order,
     sign_bytes,
@@ -78,7 +78,7 @@ def open_answer(headers: dict[str, str], raw: bytes, order: str) -> Answer:
 # --- sources of a version ------------------------------------------------------------------------
 
 
-def find_source(versions: Versions, receiver: str = "", *without: str) -> str:
+def find_source(versions: ListedVersions, receiver: str = "", *without: str) -> str:
     """Return the first source of version 1."""
     return versions.look_up(1, without, receiver)[0].source
 
@@ -115,7 +115,7 @@ def test_the_error_for_an_old_version_lists_the_kept_ones(server: CatalogServer)
 
 
 def test_a_version_without_one_of_its_ranks_is_incomplete_again() -> None:
-    versions = Versions()
+    versions = ListedVersions()
     versions.announce(listing(source="t0", rank=0, world=2))
     versions.announce(listing(source="t1", rank=1, world=2))
     versions.withdraw(1, "t1")
@@ -124,7 +124,7 @@ def test_a_version_without_one_of_its_ranks_is_incomplete_again() -> None:
 
 
 def test_a_restarted_rank_replaces_its_listing() -> None:
-    versions = Versions()
+    versions = ListedVersions()
     versions.announce(listing(source="old", rank=0, world=1))
     versions.announce(listing(source="new", rank=0, world=1))
     assert [listing.source for listing in versions.look_up(1, (), "")] == ["new"]
@@ -134,7 +134,7 @@ def test_a_restarted_rank_replaces_its_listing() -> None:
 
 
 def test_receivers_that_serve_relieve_the_trainer() -> None:
-    versions = Versions()
+    versions = ListedVersions()
     versions.announce(listing())
     assert find_source(versions) == "t0"
     versions.announce(served(1, "r1"))
@@ -168,7 +168,7 @@ def test_receivers_that_arrive_at_once_take_turns(server: CatalogServer) -> None
 
 
 def test_a_receiver_that_fails_gives_up_its_turn() -> None:
-    versions = Versions()
+    versions = ListedVersions()
     versions.announce(listing())
     assert find_source(versions, "r1") == "t0"
     with pytest.raises(WeightsError, match="Nobody else has version 1"):
@@ -181,7 +181,7 @@ def test_a_receiver_that_fails_gives_up_its_turn() -> None:
 
 
 def test_receivers_come_and_go() -> None:
-    versions = Versions()
+    versions = ListedVersions()
     versions.announce(listing())
     versions.announce(served(1, "r1"))
     assert find_source(versions) == "r1"
@@ -193,7 +193,7 @@ def test_receivers_come_and_go() -> None:
 
 
 def test_failed_sources_are_excluded() -> None:
-    versions = Versions()
+    versions = ListedVersions()
     versions.announce(listing())
     versions.announce(served(1, "r1"))
     assert find_source(versions, "", "r1") == "t0"

@@ -25,7 +25,7 @@ from rollway.weights.planning.targets import cells, engine_ranks, part_of
 from rollway.weights.sources import HeldTensor
 from rollway.weights.transports.nixl import publisher, reader
 from rollway.weights.transports.nixl.agent import Read
-from rollway.weights.transports.nixl.catalog import Versions
+from rollway.weights.transports.nixl.catalog import ListedVersions
 from rollway.weights.transports.nixl.listing import Listing
 from tests.tensors import receive, same
 from tests.unit.weights.megatron_models import Experts, describe_as
@@ -78,7 +78,7 @@ class LocalAgent:
         assert all(a[1] <= b[0] for a, b in pairwise(sorted(written)))
 
 
-class LocalCatalog(Versions):
+class LocalCatalog(ListedVersions):
     """A catalog of this process."""
 
     def wait_for(self, version: int, *_: Any) -> list[Listing]:

@@ -23,8 +23,10 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -47,6 +49,7 @@ from rollway.weights.transports.group import (
     never_give_up,
     send,
     serve_store,
+    start_thread,
     wait_for,
 )
 
@@ -91,38 +94,80 @@ class Rendezvous:
         """Note that this receiver has reached a step; return how many have."""
         return int(self.store.add(step, 1))
 
-    def count(self, step: str) -> int:
-        return int(self.store.add(step, 0))
+    @contextmanager
+    def form_group(
+        self, rank: int, device: torch.device, line: socket.socket | None = None
+    ) -> Iterator[Group]:
+        """Form the group once all receivers have joined, and close it once all have everything.
 
-    def wait_for_all(self, step: str, seconds: float) -> None:
-        """Wait until all receivers have reached a step."""
-        expected = self._location.receivers
-        if not wait_for(lambda: self.count(step) >= expected, seconds, self.check, _POLL_SECONDS):
-            raise WeightsError(
-                f"{self.count(step)} of {expected} receivers {step} within {seconds:g} s.",
-                "See whether each worker got the offer, and reaches this address.",
-            )
-        self.check()
+        After any error of any rank, raise it on all."""
+        location, grace = self._location, _GRACE_SECONDS if rank else 0.0
+        with ExitStack() as stack:
+            try:
+                if rank > location.receivers:
+                    raise WeightsError(
+                        f"This version is for {location.receivers} receivers; this is one more.",
+                        "Expect every tensor-parallel rank of every worker, and no other process.",
+                    )
+                # Receivers wait a little longer: the publisher says who is missing.
+                self._wait_for_all("joined", location.init_seconds + grace)
+                group = form_group(location, rank, self.store, device, self.check, line)
+                stack.enter_context(closing(group))
+                yield group
+                if rank:
+                    self.reach("received")
+                # The group stays open until then: a receiver may have forwarded bytes that others
+                # have not received yet.
+                self._wait_for_all("received", location.step_seconds + grace)
+            except BaseException as error:
+                # Before the group closes: the others' broadcasts break off then.
+                with suppress(RuntimeError):  # the store is gone: there is nobody to notify
+                    self.store.compare_set("failed", "", _describe_end(error, rank))
+                raise
+            finally:
+                if rank:
+                    with suppress(RuntimeError):
+                        self.reach("left")
 
     def wait_until_left(self) -> bool:
         """Wait until those that joined need the store no more; return whether they left in time."""
-        joined = min(self.count("joined"), self._location.receivers)
-        return wait_for(lambda: self.count("left") >= joined, _GRACE_SECONDS)
+        joined = min(self._count("joined"), self._location.receivers)
+        return wait_for(lambda: self._count("left") >= joined, _GRACE_SECONDS)
 
     def check(self) -> None:
         """Raise if the caller gives up, or any rank has failed."""
         self._watch()
-        if self.store.check(["failed"]):
-            raise BrokenOff(_cut(self.store.get("failed")))
+        if cause := self.get_cause():
+            raise BrokenOff(cause)
 
-    def fail(self, cause: str) -> str:
-        """Tell all others why this rank ended; return the first cause of any."""
-        return _cut(self.store.compare_set("failed", "", cause[:_MAX_CHARACTERS]))
+    def get_cause(self) -> str:
+        """Return why the first rank failed, if one has."""
+        # Cut it before decoding: anyone who reaches the port may have written megabytes.
+        raw: bytes = self.store.get("failed") if self.store.check(["failed"]) else b""
+        return raw[: 4 * _MAX_CHARACTERS].decode(errors="replace")[:_MAX_CHARACTERS]
+
+    def _count(self, step: str) -> int:
+        return int(self.store.add(step, 0))
+
+    def _wait_for_all(self, step: str, seconds: float) -> None:
+        """Wait until all receivers have reached a step."""
+        expected = self._location.receivers
+        if not wait_for(lambda: self._count(step) >= expected, seconds, self.check, _POLL_SECONDS):
+            raise WeightsError(
+                f"{self._count(step)} of {expected} receivers {step} within {seconds:g} s.",
+                "See whether each worker got the offer, and reaches this address.",
+            )
+        self.check()
 
 
-def _cut(raw: bytes) -> str:
-    # Cut it before decoding: anyone who reaches the port may have written megabytes.
-    return raw[: 4 * _MAX_CHARACTERS].decode(errors="replace")[:_MAX_CHARACTERS]
+def _describe_end(error: BaseException, rank: int) -> str:
+    """Return why a rank ended, for all others."""
+    cause = error.message if isinstance(error, WeightsError) else str(error)
+    if isinstance(error, GeneratorExit):
+        cause = "the worker stopped receiving; its own error says why"
+    if rank and not isinstance(error, BrokenOff):
+        cause = f"receiver {rank} (process {os.getpid()} on {socket.gethostname()}): {cause}"
+    return cause[:_MAX_CHARACTERS]
 
 
 class CollectivePublisher(Publisher):
@@ -159,7 +204,9 @@ class CollectivePublisher(Publisher):
         self._bucket_bytes = bucket_bytes
         self._init_seconds, self._step_seconds = init_seconds, step_seconds
         self._receivers = receivers
-        self._transfer: _Transfer | None = None
+        self._sent: Future[WeightsError | None] | None = None
+        """Why the last version did not reach all receivers."""
+        self._cancelled = threading.Event()
 
     def expect(self, receivers: int) -> None:
         """Set how many receivers will join; every tensor-parallel rank of every worker is one."""
@@ -174,11 +221,10 @@ class CollectivePublisher(Publisher):
             raise UsageError(f"There must be at least one receiver, not {receivers}.")
         sources = dict(inspect_source(tensors).pairs())
         backend = _find_backend(sources)
-        transfer = self._transfer
-        if transfer is not None and transfer.is_alive():
-            transfer.join()
-            if transfer.error is not None and not transfer.cancelled.is_set():
-                raise transfer.error
+        if self._sent is not None and not self._sent.done():
+            problem = self._sent.result()
+            if problem is not None and not self._cancelled.is_set():
+                raise problem
         entries, nbytes = lay_out(sources, alignment=1)
         entries = set_digests(entries, digests(list(sources.values())))
         manifest = Manifest(version, nbytes, entries)
@@ -196,95 +242,71 @@ class CollectivePublisher(Publisher):
             manifest_parts=len(parts),
             prefix=secrets.token_hex(8),
         )
-        self._transfer = _Transfer(version, location, sources, store)
+        self._cancelled = cancelled = threading.Event()
+
+        def check_cancelled() -> None:
+            if cancelled.is_set():
+                raise WeightsError("The transfer was cancelled.")
+
+        rendezvous = Rendezvous(store, location, check_cancelled)
         for number, part in enumerate(parts):
-            self._transfer.rendezvous.store.set(f"manifest/{number}", part)
-        self._transfer.start()
+            rendezvous.store.set(f"manifest/{number}", part)
+        self._sent = start_thread(
+            f"rollway-collective-{version}",
+            partial(_send_version, version, list(sources.values()), location, rendezvous),
+        )
         where: dict[str, Any] = msgspec.to_builtins(location)
         return Offer("collective", version, manifest.identity, nbytes, where, repeatable=False)
 
     def wait(self, version: int, seconds: float | None = None) -> None:
-        transfer = self._transfer
-        if transfer is None or transfer.version != version:
+        if self._sent is None or version != self.newest:
             raise UsageError(f"Version {version} is not the one that was published last.")
-        transfer.join(seconds)
-        if transfer.is_alive():
+        try:
+            problem = self._sent.result(seconds)
+        except TimeoutError as error:
             raise WeightsError(
                 f"Version {version} has not reached all receivers within {seconds:g} s.",
                 "Wait longer, or cancel it.",
-            )
-        if transfer.error is not None:
-            raise transfer.error
+            ) from error
+        if problem is not None:
+            raise problem
 
     def cancel(self) -> None:
         super().cancel()
-        if self._transfer is not None:
-            self._transfer.cancelled.set()
+        self._cancelled.set()
 
     def _close(self) -> None:
         """End the transfer in progress; return when it has ended."""
-        self.cancel()
-        if self._transfer is not None:
-            self._transfer.join()
+        self._cancelled.set()
+        if self._sent is not None:
+            self._sent.result()
 
 
-class _Transfer(threading.Thread):
-    """Sends one version, as rank 0 of its group."""
-
-    def __init__(
-        self, version: int, location: Location, tensors: dict[str, Tensor], store: Any
-    ) -> None:
-        super().__init__(name=f"rollway-collective-{version}", daemon=True)
-        self.version = version
-        self.cancelled = threading.Event()
-        self.error: WeightsError | None = None
-        self._location, self._tensors = location, tensors
-        self._device = next(iter(tensors.values())).device
-        self.rendezvous: Rendezvous = Rendezvous(store, location, self._check_cancelled)
-
-    def run(self) -> None:
-        try:
-            self._send(self.rendezvous, self._location)
-        except (WeightsError, RuntimeError) as error:
-            self.error = self._explain(error)
-            log.warning("%s", self.error)
-        finally:
-            # `error` refers to this frame: without this, it would keep the store and the tensors.
-            del self.rendezvous, self._tensors
-
-    def _send(self, rendezvous: Rendezvous, location: Location) -> None:
-        rendezvous.wait_for_all("joined", location.init_seconds)
-        group = form_group(location, 0, rendezvous.store, self._device, rendezvous.check)
-        # After an error, the group closes at once, so that receivers notice.
-        with closing(group):
-            try:
-                send(group, join_chunks(self._tensors.values(), location.bucket_bytes))
-                # Until all have confirmed, bytes may still be on their way.
-                rendezvous.wait_for_all("received", location.step_seconds)
-            except (WeightsError, RuntimeError) as error:
-                # Before the group closes: the receivers' broadcasts break off then.
-                with suppress(RuntimeError):
-                    rendezvous.fail(_get_message(error))
-                raise
-        rendezvous.wait_until_left()
-
-    def _explain(self, error: Exception) -> WeightsError:
-        """Stop all receivers; return an error with the first cause of any."""
-        cause = own = _get_message(error)[:_MAX_CHARACTERS]
-        try:
-            cause = self.rendezvous.fail(own)
-            if cause != own:
-                cause += f"; the trainer's own error: {own}"
-            if not self.rendezvous.wait_until_left():
-                cause += " (some receivers have not reported)"
-        except RuntimeError as store_error:
-            cause += f" (the store failed: {store_error})"
-        hint = getattr(error, "hint", "") or _RETRY
-        return WeightsError(f"Version {self.version} did not reach all receivers: {cause}", hint)
-
-    def _check_cancelled(self) -> None:
-        if self.cancelled.is_set():
-            raise WeightsError("The transfer was cancelled.")
+def _send_version(
+    version: int, tensors: Sequence[Tensor], location: Location, rendezvous: Rendezvous
+) -> WeightsError | None:
+    """Send a version as rank 0 of its group; return why it did not reach all receivers."""
+    cause = hint = ""
+    try:
+        with rendezvous.form_group(0, tensors[0].device) as group:
+            send(group, join_chunks(tensors, location.bucket_bytes))
+    except (WeightsError, RuntimeError) as error:
+        cause, hint = _describe_end(error, 0), getattr(error, "hint", "") or _RETRY
+    try:
+        # Serve the store until every receiver has made its last call to it.
+        have_left = rendezvous.wait_until_left()
+        if not cause:
+            return None
+        first = rendezvous.get_cause()
+        if first != cause:
+            cause = f"{first}; the trainer's own error: {cause}"
+        if not have_left:
+            cause += " (some receivers have not reported)"
+    except RuntimeError as error:
+        cause += f" (the store failed: {error})"
+    problem = WeightsError(f"Version {version} did not reach all receivers: {cause}", hint)
+    log.warning("%s", problem)
+    return problem
 
 
 def _find_backend(tensors: dict[str, Tensor]) -> Literal["gloo", "nccl"]:
@@ -324,46 +346,25 @@ class CollectiveReader(Reader):
         location = read_location(offer)
         device = self._find_device(location)
         store, line = connect(location, offer)
-        with ExitStack() as stack:
-            stack.enter_context(line)
+        with line:
             manifest = fetch_manifest(store, location, offer)
-            rendezvous, rank = Rendezvous(store, location), 0
+            rendezvous = Rendezvous(store, location)
             try:
                 rank = rendezvous.reach("joined")
-                if rank > location.receivers:
-                    raise WeightsError(
-                        f"Version {offer.version} is for {location.receivers} receivers; this is "
-                        "one more.",
-                        "Expect every tensor-parallel rank of every worker, and no other process.",
-                    )
-                # Wait a little longer than the publisher does: it tells the others.
-                rendezvous.wait_for_all("joined", location.init_seconds + _GRACE_SECONDS)
-                group = form_group(location, rank, rendezvous.store, device, rendezvous.check, line)
-                stack.enter_context(closing(group))
-                for entry, tensor in _receive(group, manifest.entries, location.bucket_bytes):
-                    yield entry.name, tensor
-                    if digest(tensor) != entry.digest:
-                        raise WeightsError(
-                            f"{entry.name} of version {offer.version} is not what was published.",
-                            "Publish it again, and change nothing before the refit has ended.",
-                        )
-                rendezvous.reach("received")
-                # The group stays open until then: this rank may have forwarded bytes that others
-                # have not received yet.
-                rendezvous.wait_for_all("received", location.step_seconds + _GRACE_SECONDS)
-            except BaseException as error:
-                # Before the group closes: the others' broadcasts break off then.
-                with suppress(RuntimeError):  # the publisher is gone: there is nobody to notify
-                    rendezvous.fail(_describe_end(error, rank))
-                if isinstance(error, dist.DistError):
-                    raise WeightsError(
-                        f"The publisher of version {offer.version} went away while it was sent.",
-                        "See whether the trainer still runs, and publish again.",
-                    ) from error
-                raise
-            finally:
-                with suppress(RuntimeError):
-                    rendezvous.reach("left")
+                with rendezvous.form_group(rank, device, line) as group:
+                    for entry, tensor in _receive(group, manifest.entries, location.bucket_bytes):
+                        yield entry.name, tensor
+                        if digest(tensor) != entry.digest:
+                            raise WeightsError(
+                                f"{entry.name} of version {offer.version} is not what was "
+                                "published.",
+                                "Publish it again, and change nothing before the refit has ended.",
+                            )
+            except dist.DistError as error:
+                raise WeightsError(
+                    f"The publisher of version {offer.version} went away while it was sent.",
+                    "See whether the trainer still runs, and publish again.",
+                ) from error
 
     def _find_device(self, location: Location) -> torch.device:
         if location.backend == "gloo":
@@ -391,20 +392,6 @@ def _receive(
             dtype = DTYPES[entry.dtype]
             aligned = raw.clone() if raw.storage_offset() % dtype.itemsize else raw
             yield entry, aligned.view(dtype).view(entry.shape)
-
-
-def _get_message(error: BaseException) -> str:
-    return error.message if isinstance(error, WeightsError) else str(error)
-
-
-def _describe_end(error: BaseException, rank: int) -> str:
-    """Return why this receiver ended, for all others."""
-    cause = _get_message(error)
-    if isinstance(error, BrokenOff):
-        return cause
-    if isinstance(error, GeneratorExit):
-        cause = "the worker stopped receiving; its own error says why"
-    return f"receiver {rank} (process {os.getpid()} on {socket.gethostname()}) reported: {cause}"
 
 
 def read_location(offer: Offer) -> Location:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import msgspec
 import torch
@@ -199,7 +199,7 @@ class Group:
         tensor wait for ever when its sender is gone, and NCCL waits for ever for any rank that
         died. `line` is a connection to rank 0, unless this is rank 0."""
         self.device = backend.device
-        self._backend: Gloo | Nccl | None = backend
+        self._backend: Any = backend
         self._seconds, self._watch, self._line = step_seconds, watch, line
         self._work: Any = None
 
@@ -211,60 +211,52 @@ class Group:
 
     def broadcast(self, flat: Tensor) -> None:
         """Send bytes from rank 0, or receive them; every rank calls this with as many."""
-        backend, problem = self._backend, _LEFT  # another thread may close
-        if backend is not None and not flat.numel():
-            return
-        try:
-            if backend is not None:
-                self._work = backend.broadcast(flat, self._seconds)
-                problem = ""
-        except RuntimeError as error:
-            problem = _shorten(error)
-        del backend  # a traceback would keep it
-        if problem:
-            self._break_off(problem)
-        if not wait_for(self._has_arrived, self._seconds, self.watch):
-            raise BrokenOff(f"Nothing moved for {self._seconds:g} s.")
+        if flat.numel():
+            self._try(lambda: self._start(flat))
+            if not wait_for(lambda: self._try(self._has_arrived), self._seconds, self.watch):
+                raise BrokenOff(f"Nothing moved for {self._seconds:g} s.")
+            self._work = None
 
     def close(self) -> None:
         """Leave the group; a broadcast under way breaks off.
 
-        That may take as long as a lost rank is waited for, so it happens on another thread. What is
-        posted stays in memory until it has ended."""
+        That may take as long as a lost rank is waited for, so it happens on another thread. The
+        bytes of the broadcast stay in memory until it has ended."""
         line, self._line = self._line, None
         if line is not None:
             line.close()
-        last_references: list[Any] = [self._backend, self._work]
+        if self._backend is None:
+            return
+        last_references, is_idle = [self._backend, self._work], self._work is None
         self._backend = self._work = None
 
         def end() -> None:
-            backend, work = last_references
-            if backend is not None:
-                backend.abort()
-            if work is not None:  # gloo's work ends by its own time limit
-                start_thread("rollway-group-end", last_references.clear)
-            else:
-                last_references.clear()
+            last_references[0].abort()
+            last_references.clear()  # gloo waits here, until its work has ended
 
-        wait_for(start_thread("rollway-group-end", end).done, _END_SECONDS)
+        ending = start_thread("rollway-group-end", end)
+        if is_idle:
+            wait_for(ending.done, _END_SECONDS)
+
+    def _start(self, flat: Tensor) -> None:
+        self._work = self._backend.broadcast(flat, self._seconds)
 
     def _has_arrived(self) -> bool:
-        work, problem = self._work, _LEFT
-        try:
-            if work is not None:
-                if not work.is_completed():
-                    return False
-                work.wait()  # raises the error of a broadcast that failed
-            if self._backend is not None:  # else another thread has closed it
-                self._work = None
-                return True
-        except RuntimeError as error:
-            problem = _shorten(error)
-        del work  # a traceback would keep it
-        self._break_off(problem)
-        return False
+        if not self._work.is_completed():
+            return False
+        self._work.wait()  # raises the error of a broadcast that failed
+        return True
 
-    def _break_off(self, problem: str) -> None:
+    def _try(self, call: Callable[[], T]) -> T:
+        """Make a call of the backend; raise its error anew, since a traceback would keep it."""
+        problem = "this rank has left the group"
+        try:
+            result = call()
+            if self._backend is not None:  # else another thread has closed it
+                return result
+        except (AttributeError, RuntimeError) as error:
+            if self._backend is not None:
+                problem = _shorten(error)
         self.watch()  # if somebody gave up or rank 0 is gone, that is the cause
         raise BrokenOff(f"The broadcast broke off: {problem}.")
 
@@ -331,7 +323,7 @@ def _has_ended(line: socket.socket | None) -> bool:
         return True
 
 
-def _shorten(error: RuntimeError) -> str:
+def _shorten(error: Exception) -> str:
     """Return the message without the backend's source location and advice."""
     message = re.sub(r"^\[[^]]*\] ?", "", str(error)).partition("\n")[0]
     return message.partition(". This is typically")[0].rstrip(". ")[:300]
@@ -392,6 +384,7 @@ class Nccl:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._library = _load_nccl()
         self._comm = ctypes.c_void_p()
+        self._bytes: Tensor | None = None
         # Broadcasts have a stream of their own, so that they delay no other work.
         self._stream = torch.cuda.Stream(self.device)
         # On a thread: NCCL waits for ever for a rank that does not come.
@@ -418,14 +411,31 @@ class Nccl:
             self._stream.wait_stream(torch.cuda.current_stream())
             return self._enqueue("ncclBroadcast", flat, flat.nbytes, self._UINT8, 0)
 
+    def is_completed(self) -> bool:
+        """Return whether the last call has ended. Raise if this rank has left the group, or the
+        connection to another rank broke."""
+        is_over = bool(self._event.query())
+        # Afterwards: what was aborted is over too.
+        comm, status = self._comm, ctypes.c_int()
+        if not comm:
+            raise BrokenOff("This rank has left the group.")
+        asked = self._library.ncclCommGetAsyncError(comm, ctypes.byref(status))
+        _check_status("ncclCommGetAsyncError", asked)
+        _check_status("NCCL", status.value)
+        return is_over
+
+    def wait(self) -> None:
+        """Let go of the bytes; a stream has no error of its own."""
+        self._bytes = None
+
     def abort(self) -> None:
-        """Leave the group; what is posted ends with an error on this rank; others notice by an
-        error, their watch, or the time limit."""
+        """Leave the group; a broadcast ends with an error on this rank; others notice by an error,
+        their watch, or the time limit."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             self._library.ncclCommAbort(comm)
 
-    def _form(self, unique_id: bytes, rank: int, ranks: int) -> _OnStream:
+    def _form(self, unique_id: bytes, rank: int, ranks: int) -> Self:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             given, comm = _UniqueId.from_buffer_copy(unique_id), ctypes.byref(self._comm)
             status = self._library.ncclCommInitRank(comm, ranks, given, rank)
@@ -434,38 +444,14 @@ class Nccl:
             first = torch.zeros(1, device=self.device)
             return self._enqueue("ncclAllReduce", first, 1, self._FLOAT32, self._SUM)
 
-    def _enqueue(self, name: str, flat: Tensor, count: int, dtype: int, how: int) -> _OnStream:
-        """Start a broadcast from rank `how`, or a reduction by operation `how`."""
+    def _enqueue(self, name: str, flat: Tensor, count: int, dtype: int, how: int) -> Self:
+        """Start a broadcast from rank `how`, or a reduction by operation `how`; keep the bytes."""
         call, stream = getattr(self._library, name), ctypes.c_void_p(self._stream.cuda_stream)
         address, size = ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(count)
         _check_status(name, call(address, address, size, dtype, how, self._comm, stream))
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return _OnStream(event, flat, self._check_peers)
-
-    def _check_peers(self) -> None:
-        """Raise if this rank has left the group, or the connection to another rank broke."""
-        comm, status = self._comm, ctypes.c_int()
-        if not comm:
-            raise BrokenOff("This rank has left the group.")
-        asked = self._library.ncclCommGetAsyncError(comm, ctypes.byref(status))
-        _check_status("ncclCommGetAsyncError", asked)
-        _check_status("NCCL", status.value)
-
-
-class _OnStream:
-    """A broadcast on a stream; it keeps the bytes until they are there."""
-
-    def __init__(self, event: Any, flat: Tensor, check_peers: Callable[[], None]) -> None:
-        self._event, self._flat, self._check_peers = event, flat, check_peers
-
-    def is_completed(self) -> bool:
-        is_over = bool(self._event.query())
-        self._check_peers()  # afterwards: what was aborted is over too
-        return is_over
-
-    def wait(self) -> None:
-        """Do nothing: an event has no error of its own."""
+        self._bytes, self._event = flat, torch.cuda.Event()
+        self._event.record(self._stream)
+        return self
 
 
 def _load_nccl() -> ctypes.CDLL:

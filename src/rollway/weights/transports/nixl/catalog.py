@@ -63,7 +63,7 @@ class NotYet(WeightsError):
 # --- what it knows -------------------------------------------------------------------------------
 
 
-class Versions:
+class ListedVersions:
     """The listings of each version, and whose turn it is to read from which source."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ _CALLS: dict[str, Any] = {
     "look_up": tuple[Count, list[Name], str],
     "end_turn": tuple[Name],
 }
-"""The methods of `Versions` that can be called, with their arguments."""
+"""The methods of `ListedVersions` that can be called, with their arguments."""
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -193,7 +193,7 @@ class CatalogServer:
     """A catalog that runs in a thread of this process."""
 
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, secret: str | None = None) -> None:
-        self.versions = Versions()
+        self.versions = ListedVersions()
         self._secret = _need_secret(secret)
         self._verifier = Verifier(self._secret)
         self._loop = asyncio.new_event_loop()
@@ -253,7 +253,7 @@ class CatalogServer:
         return web.Response(body=raw, headers=sign_bytes(self._secret, f"answer {number}", raw))
 
 
-def answer(versions: Versions, call: str, arguments: bytes) -> Answer:
+def answer(versions: ListedVersions, call: str, arguments: bytes) -> Answer:
     """Make a call, and return its result or its error."""
     try:
         checked = msgspec.msgpack.decode(arguments, type=_CALLS[call])
@@ -306,12 +306,17 @@ class Catalog:
         path, body = f"/v1/{name}", msgspec.msgpack.encode(arguments)
         headers = sign_bytes(self._secret, path, body)
         number = json.loads(headers[ORDER_HEADER])["number"]
+
+        async def post() -> tuple[bytes, Mapping[str, str]]:
+            async with Http() as http:
+                return await http.post_bytes(
+                    self.url + path, body, timeout=_CALL_SECONDS, limit=MAX_BYTES, headers=headers
+                )
+
         try:
             # The caller's thread may run an event loop, and must not wait for this one on Ctrl-C.
-            post = start_thread(
-                "rollway-catalog-call", lambda: asyncio.run(self._post(path, body, headers))
-            )
-            raw, theirs = post.result()
+            call = start_thread("rollway-catalog-call", lambda: asyncio.run(post()))
+            raw, theirs = call.result()
             check_bytes(raw, read_order(Verifier(self._secret), f"answer {number}", theirs)[0])
             answered = msgspec.msgpack.decode(raw, type=Answer)
         except (Unreachable, RequestFailed, OrderRefused, *_UNREADABLE) as error:
@@ -319,15 +324,6 @@ class Catalog:
         if answered.error:
             raise (NotYet if answered.is_early else WeightsError)(answered.error, answered.hint)
         return answered.result
-
-    async def _post(
-        self, path: str, body: bytes, headers: dict[str, str]
-    ) -> tuple[bytes, Mapping[str, str]]:
-        async with Http() as http:
-            url = self.url + path
-            return await http.post_bytes(
-                url, body, timeout=_CALL_SECONDS, limit=MAX_BYTES, headers=headers
-            )
 
     def _explain(self, error: Exception) -> WeightsError:
         if isinstance(error, OrderRefused) or getattr(error, "status", 0) == 401:

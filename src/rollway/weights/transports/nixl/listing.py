@@ -79,7 +79,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Group:
+class SourceGroup:
     """Sources that together hold all of a version, and what they hold."""
 
     sources: list[Source]
@@ -109,7 +109,7 @@ class Group:
         return sum(part.entry.nbytes for parts in self.parts.values() for part in parts.values())
 
 
-def read_group(listings: Iterable[Listing], rank: int | None = None) -> Group:
+def read_group(listings: Iterable[Listing], rank: int | None = None) -> SourceGroup:
     """Decode the listings of sources that together hold a version.
 
     Where several sources hold a piece, choose the one of this rank, or else the first. Raise
@@ -126,7 +126,7 @@ def read_group(listings: Iterable[Listing], rank: int | None = None) -> Group:
                     "Their replicas have drifted apart; synchronise them, then publish again.",
                 )
     headers = {name: _join(name, boxes) for name, boxes in parts.items()}
-    return Group(sources, parts, headers, rank)
+    return SourceGroup(sources, parts, headers, rank)
 
 
 def _read_source(listing: Listing) -> Source:

@@ -94,22 +94,22 @@ class NixlPublisher(Publisher):
         self._rank, self._world, self._engine_ranks = rank, world, engine_ranks
         # A rank beyond those of an engine has no reader of its own number.
         self._with_replicas = same_rank and rank < engine_ranks
-        self.name = make_unique_name(f"trainer{rank}")
-        self._server = None if catalog else CatalogServer(host, port, secret=secret)
-        self.catalog_url = catalog or self._server.url
-        self._where: dict[str, Any] = {"catalog": self.catalog_url}
-        if modelexpress:
-            self._where["modelexpress"] = dict(modelexpress)
-        self.catalog = open_catalog(self._where, secret=secret)
-        if fanout:
-            self._where[FANOUT] = True
-        if same_rank:
-            self._where[SAME_RANK] = True
         # Between machines, only the network can report that the other end died.
-        is_local = f"//{LOOPBACK}:" in self.catalog_url or "//localhost:" in self.catalog_url
+        url = catalog or f"http://{host}:{port}"
+        is_local = url.startswith((f"http://{LOOPBACK}:", "http://localhost:"))
+        self.name = make_unique_name(f"trainer{rank}")
         self._agent = Agent(self.name, "none" if is_local else "peer", net_devices)
-        self._pools = [Pool(self._agent) for _ in range(keep)]
-        self._adopted: tuple[Pool, dict[str, Tensor]] | None = None
+        *self._pools, self._adopted_pool = [Pool(self._agent) for _ in range(keep + 1)]
+        self._adopted: dict[str, Tensor] | None = None
+        self._server = None if catalog else CatalogServer(host, port, secret=secret)
+        self.catalog_url = self._server.url if self._server else catalog
+        self._where: dict[str, Any] = {
+            "catalog": self.catalog_url,
+            "modelexpress": modelexpress,
+            FANOUT: fanout,
+            SAME_RANK: same_rank,
+        }
+        self.catalog = open_catalog(self._where, secret=secret)
 
     def _publish(self, version: int, tensors: Source | None = None) -> Offer:
         """Announce this rank's part, and wait until all ranks have announced theirs.
@@ -121,24 +121,25 @@ class NixlPublisher(Publisher):
     def announce(self, version: int, tensors: Source | None = None) -> None:
         """Store this rank's part where receivers can read it; by default the adopted tensors."""
         check_next(version, self.newest)
-        adopted = self._adopted if tensors is None else None
-        source = adopted[1] if adopted else tensors
-        if source is None:
+        is_adopted = tensors is None
+        tensors = self._adopted if is_adopted else tensors
+        pieces, headers = read_source(tensors or {}, with_replicas=self._with_replicas)
+        # A rank may own nothing of a model.
+        if tensors is None or (not pieces and self._world == 1):
             raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
-        pieces, headers = read_source(source, with_replicas=self._with_replicas)
-        if not pieces and self._world == 1:
-            raise UsageError("There are no tensors to publish.", "Pass them, or `adopt` them.")
-        pieces = list(split(pieces, headers, self._engine_ranks, in_place=adopted is not None))
+        pieces = list(split(pieces, headers, self._engine_ranks, in_place=is_adopted))
         device = _find_device(pieces)
         entries = [
             make_entry(name, tensor, 0, boxes=[_make_box(name, box)])
             for name, box, tensor in pieces
         ]
         # Before the bytes are overwritten: no reader may start on the old version any more.
-        pool = adopted[0] if adopted else min(self._pools, key=lambda pool: pool.version)
+        pool = self._adopted_pool
+        if not is_adopted:
+            pool = min(self._pools, key=lambda pool: pool.version)
         self._withdraw(pool)
         views = [piece.tensor for piece in pieces]
-        if not adopted:
+        if not is_adopted:
             placed, nbytes = place(entries)
             memory = pool.allocate(nbytes, device)
             views = [view_entry(memory, entry) for entry in placed]
@@ -166,21 +167,20 @@ class NixlPublisher(Publisher):
         for name, tensor in adopted.items():
             if not tensor.is_contiguous():
                 raise UsageError(f"{name} is not contiguous.", "Publish copies instead.")
+        self._withdraw(self._adopted_pool)
+        self._adopted_pool.release()
         # Tensors may share a storage, and NIXL registers memory once.
         all_storages = [tensor.untyped_storage() for tensor in adopted.values() if tensor.numel()]
         storages = {storage.data_ptr(): storage for storage in all_storages}
-        handles = [
+        self._adopted_pool.handles = [
             self._agent.register(address, storage.nbytes(), storage.device)
             for address, storage in storages.items()
         ]
-        if self._adopted is not None:
-            self._withdraw(self._adopted[0])
-            self._adopted[0].release()
-        self._adopted = Pool(self._agent, handles=handles), adopted
+        self._adopted = adopted
 
     def _close(self) -> None:
         """Withdraw all versions, also from receivers that are reading them."""
-        for pool in [*self._pools, *([self._adopted[0]] if self._adopted else [])]:
+        for pool in (*self._pools, self._adopted_pool):
             # A catalog that has ended lists nothing any more, and the memory must be released.
             with suppress(WeightsError):
                 self._withdraw(pool)

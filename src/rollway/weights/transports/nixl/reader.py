@@ -45,10 +45,10 @@ from rollway.weights.transports.nixl.catalog import Catalog
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
     SAME_RANK,
-    Group,
     Listing,
     Part,
     Source,
+    SourceGroup,
     place,
     read_group,
     write_body,
@@ -62,7 +62,6 @@ READ_SECONDS = 120.0
 """How long the read of a window may take."""
 TURN_SECONDS = 60.0
 """How long a receiver waits for its turn."""
-_ATTEMPTS = 3
 Held = list[tuple[Part, Tensor]]
 """Parts, and where this process has them."""
 
@@ -77,8 +76,6 @@ class NixlReader(Reader):
         self.moved: Counter[str] = Counter()
         """The bytes of the last version, by source."""
         self._slices = Slices()
-        self._catalog: tuple[object, Catalog] | None = None
-        """The catalog of the last offer, after the fields that name it."""
         self._connections: Connections | None = None
         self._serving: tuple[Catalog, int] | None = None
 
@@ -101,7 +98,7 @@ class NixlReader(Reader):
         A reader that is restricted to parts serves nobody."""
         self.release()  # its buffer is about to be overwritten
         serves = bool(offer.where.get(FANOUT)) and not self._slices.boxes
-        catalog = self._open_catalog(offer)
+        catalog = open_catalog(offer.where)
         try:
             held = yield from self._pull_from_any(offer, serves)
             if serves:
@@ -142,9 +139,9 @@ class NixlReader(Reader):
 
     def _look_up(
         self, offer: Offer, without: Sequence[str] = (), *, in_turn: bool = False
-    ) -> Group:
+    ) -> SourceGroup:
         """Return the sources to read from."""
-        catalog = self._open_catalog(offer)
+        catalog = open_catalog(offer.where)
         listings = None
         if in_turn:
             # The receiver whose turn it is may be dead.
@@ -161,11 +158,6 @@ class NixlReader(Reader):
             )
         return group
 
-    def _open_catalog(self, offer: Offer) -> Catalog:
-        if self._catalog is None or self._catalog[0] != offer.where:
-            self._catalog = offer.where, open_catalog(offer.where)
-        return self._catalog[1]
-
     def _pull_from_any(
         self, offer: Offer, serves: bool
     ) -> Generator[tuple[str, Tensor], None, Held]:
@@ -173,11 +165,11 @@ class NixlReader(Reader):
         done: set[str] = set()
         failed: list[str] = []
         problem: WeightsError | None = None
-        for _ in range(_ATTEMPTS):
+        while True:
             try:
                 group = self._look_up(offer, failed, in_turn=serves)
             except WeightsError as error:
-                raise problem or error from None
+                raise problem or error from None  # nobody else has it
             try:
                 return (yield from self._pull(group, done, serves))
             except WeightsError as error:
@@ -186,27 +178,17 @@ class NixlReader(Reader):
                     f"Version {offer.version} could not be pulled: {error.message}",
                     error.hint or "Check that the trainer still runs, and publish it again.",
                 )
-        assert problem is not None
-        raise problem
 
     def _pull(
-        self, group: Group, done: set[str], serves: bool
+        self, group: SourceGroup, done: set[str], serves: bool
     ) -> Generator[tuple[str, Tensor], None, Held]:
         """Read all windows and yield their tensors, verified, without those in `done`."""
         targets = self._list_targets(group)
         windows = list(split_in_chunks(targets, lambda target: target.nbytes, WINDOW_BYTES))
-        parts = [[part for target in window for part in target.parts] for window in windows]
-        places = [place(part.entry for part in several) for several in parts]
         device = _find_device(group)
         connections = self._connect(group)
-        buffers = connections.allocate([nbytes for _, nbytes in places], device, serves)
-        held = [
-            [
-                (part, view_entry(buffer, entry))
-                for part, entry in zip(several, entries, strict=True)
-            ]
-            for several, buffer, (entries, _) in zip(parts, buffers, places, strict=True)
-        ]
+        parts = [[part for target in window for part in target.parts] for window in windows]
+        held = connections.place(parts, device, side_by_side=serves)
 
         def start(number: int) -> Future[None]:
             # The caller may still copy, on its CUDA stream, from the buffer of this window: NIXL
@@ -230,16 +212,16 @@ class NixlReader(Reader):
                         yield target.name, tensor
         return [pair for pairs in held for pair in pairs]
 
-    def _list_targets(self, group: Group) -> list[Target]:
+    def _list_targets(self, group: SourceGroup) -> list[WantedTensor]:
         """Return what this reader receives."""
         targets = []
         for name, header in group.headers.items():
-            parts, box = list(group.parts[name].values()), Box.whole(header.shape)
-            if name in self._slices.boxes:
-                box = self._slices.boxes[name]
-                parts = [part for part in parts if box is not None and part.box.intersect(box)]
+            parts, whole = list(group.parts[name].values()), Box.whole(header.shape)
+            box = self._slices.boxes.get(name, whole)
             if box is None:
                 continue
+            if box != whole:
+                parts = [part for part in parts if part.box.intersect(box)]
             others = {part.source.rank for part in parts} - {group.rank}
             if others and group.rank is not None:
                 raise WeightsError(
@@ -254,10 +236,10 @@ class NixlReader(Reader):
                     f"Only a part of a piece of {name} is wanted, which cannot be verified.",
                     "Receive whole tensors; digests are those of the pieces that ranks hold.",
                 )
-            targets.append(Target(name, box, DTYPES[header.dtype], parts))
+            targets.append(WantedTensor(name, box, DTYPES[header.dtype], parts))
         return targets
 
-    def _connect(self, group: Group) -> Connections:
+    def _connect(self, group: SourceGroup) -> Connections:
         """Return connections that sources like these accept."""
         mode = group.sources[0].memory.error_handling
         connections = self._connections
@@ -270,7 +252,7 @@ class NixlReader(Reader):
 
 
 @dataclass(frozen=True)
-class Target:
+class WantedTensor:
     """A tensor, or the box of one, that this reader receives, and the parts it is made of."""
 
     name: str
@@ -311,20 +293,29 @@ class Connections:
         self._peers: dict[str, tuple[bytes, str]] = {}
         """By source: NIXL's description of it, and the name by which the agent knows it."""
 
-    def allocate(
-        self, sizes: Sequence[int], device: torch.device, side_by_side: bool
-    ) -> Sequence[Tensor]:
-        """Return a buffer of each size: side by side in one pool, or in two pools by turns."""
+    def place(
+        self, windows: Sequence[Sequence[Part]], device: torch.device, *, side_by_side: bool
+    ) -> list[Held]:
+        """Return where the parts of each window go: side by side in one pool, or into two pools by
+        turns."""
+        placed = [place(part.entry for part in parts) for parts in windows]
+        sizes = [nbytes for _, nbytes in placed]
         if side_by_side:
-            return self._pools[0].allocate(sum(sizes), device).split(list(sizes))
-        pools = [
-            pool.allocate(max(sizes[number::2], default=0), device)
-            for number, pool in enumerate(self._pools)
+            buffers = self._pools[0].allocate(sum(sizes), device).split(sizes)
+        else:
+            pools = [
+                pool.allocate(max(sizes[number::2], default=0), device)
+                for number, pool in enumerate(self._pools)
+            ]
+            buffers = tuple(pools[number % 2] for number in range(len(sizes)))
+        return [
+            [(part, view_entry(buffer, entry)) for part, entry in zip(parts, entries, strict=True)]
+            for parts, buffer, (entries, _) in zip(windows, buffers, placed, strict=True)
         ]
-        return [pools[number % 2][:size] for number, size in enumerate(sizes)]
 
     def read(self, held: Held) -> None:
-        """Read parts to where they belong; after an error, connect to their sources again.
+        """Read parts to where they belong; after an error, which breaks the connection, connect to
+        their sources again.
 
         The caller may not see the error, if it has given up this version meanwhile."""
         held = [(part, view) for part, view in held if view.nbytes]
@@ -367,7 +358,7 @@ class Connections:
         return peer
 
 
-def _find_device(group: Group) -> torch.device:
+def _find_device(group: SourceGroup) -> torch.device:
     """Return the kind of device that holds the sources' tensors, as this process numbers it."""
     kinds = {source.memory.memory for source in group.sources if source.memory.pieces}
     if kinds == {"VRAM"} and torch.cuda.is_available():
