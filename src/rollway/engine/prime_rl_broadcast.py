@@ -170,7 +170,7 @@ class PrimeRlBroadcastReader(Reader):
         receiver = Receiver(group, group.device, self._served, most, self._is_tied)
         cause, tensors = "a worker stopped in the middle of a broadcast", receiver.tensors()
         try:
-            for pair in tensors:  # noqa: UP028 (its thread ends only after the group is left)
+            for pair in tensors:  # noqa: UP028 (`tensors` is closed after the group is left)
                 yield pair
             cause = ""
             self._received = {offer.identity: receiver.digest}

@@ -45,7 +45,7 @@ def test_a_rank_with_only_padding_receives_the_whole_tensor() -> None:
 
 def test_unknown_tensors_are_received_whole() -> None:
     _, headers = model_of(DENSE)
-    headers["model.layers.0.mystery.weight"] = TensorHeader("F32", (8, 8), "")
+    headers["model.layers.0.mystery.weight"] = TensorHeader("F32", (8, 8))
     rank = engine_ranks(DENSE, 2)[0]
     model = engine(DENSE, model_of(DENSE)[1], 2, 1, 0)
     assert "model.layers.0.mystery.weight" not in find_slices(rank, headers, model).boxes

@@ -121,7 +121,7 @@ def _publish(
             offers.append(shm.publish(3, held))
         return join_offers(offers)
     catalog, world = cleanup.enter_context(CatalogServer()), len(ranks)
-    options: dict[str, Any] = {"catalog": catalog, "world": world, "engine_ranks": tp}
+    options: dict[str, Any] = {"catalog": catalog.url, "world": world, "engine_ranks": tp}
     options["same_rank"] = same_rank
     publishers = [
         cleanup.enter_context(NixlPublisher(rank=rank, **options)) for rank in range(world)
@@ -213,7 +213,7 @@ def test_like_rank_reads_from_like_rank(
                 incoming = Incoming(worker, reader, offer, headers, 2, torch.clone)
                 incoming.restrict(worker.model_runner.get_model())
                 parts = {name: tensor.clone() for name, tensor in incoming.tensors()}
-            assert [source[:8] for source in reader.total.sources] == [f"trainer{rank}"]
+            assert [source[:8] for source in reader.moved] == [f"trainer{rank}"]
             for name, part in parts.items():
                 box = incoming.slices.boxes.get(name)
                 assert torch.equal(part, truth[name] if box is None else truth[name][box.slices])
