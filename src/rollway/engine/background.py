@@ -9,80 +9,60 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import torch
 
 from rollway.weights.offer import STILL
 
 
-class BackgroundTask:
-    """A thread. Callers poll it, or have it notify a socket of this machine at its end."""
+class BackgroundTask(Future[None]):
+    """The outcome of work in a thread. Callers poll it, or have it notify a socket at its end."""
 
     def __init__(
         self, what: str, work: Callable[[], None], device: torch.device | None = None
     ) -> None:
         """On a GPU, `work` has a stream of its own on `device`, and ends when that is idle."""
+        super().__init__()
         self._what = what
-        self._work = work
-        self._device = device or torch.device("cpu")
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-        self._listeners: set[str] = set()
-        self._lock = threading.Lock()
-        threading.Thread(target=self._run, name="rollway-background", daemon=True).start()
+        arguments = work, device or torch.device("cpu")
+        threading.Thread(
+            target=self._run, args=arguments, name="rollway-background", daemon=True
+        ).start()
 
     @property
     def has_failed(self) -> bool:
-        return self._error is not None
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    @property
-    def error(self) -> str:
-        """The error's message; "" if there is none."""
-        return "" if self._error is None else f"{self._error}"
+        return self.done() and self.exception() is not None
 
     def check(self) -> None:
         """Raise while it is running, and its error if it failed."""
-        if not self._done.is_set():
+        if not self.done():
             raise RuntimeError(f"{STILL} {self._what}")
-        if self._error is not None:
-            raise RuntimeError(f"{self._error}") from self._error
+        if (error := self.exception()) is not None:
+            raise RuntimeError(f"{error}") from error
 
     def notify_when_done(self, name: str) -> None:
-        """Notify the abstract Unix socket of that name at the end; "" notifies none."""
-        with self._lock:
-            self._listeners.add(name)
-            done = self._done.is_set()
-        if done:
-            self._notify()
+        """Connect to the abstract Unix socket of that name at the end; "" is none."""
+        if name:
+            self.add_done_callback(lambda _: _connect(name))
 
-    def wait(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
-
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None], device: torch.device) -> None:
         try:
             torch.get_num_threads()  # initialises this thread's setting, which share_cores changes
             share_cores(alone=False)
-            with torch.no_grad(), use_own_stream(self._device):
-                self._work()
+            with torch.no_grad(), use_own_stream(device):
+                work()
         except BaseException as error:  # noqa: BLE001 (`check` raises it)
             release_frames(error)
-            self._error = error
-        finally:
-            with self._lock:
-                self._done.set()
-            self._notify()
+            self.set_exception(error)
+        else:
+            self.set_result(None)
 
-    def _notify(self) -> None:
-        with self._lock:
-            names, self._listeners = self._listeners - {""}, set()
-        for name in names:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(1.0)
-                connection.connect(f"\0{name}")
+
+def _connect(name: str) -> None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1.0)
+        connection.connect(f"\0{name}")
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -20,14 +21,13 @@ import numpy as np
 import torch
 
 from rollway.engine.background import share_cores
-from rollway.engine.drafts import Draft
-from rollway.engine.kv_scales import KvScales
+from rollway.engine.companions import DRAFT, SCALE, Draft, KvScales
 from rollway.engine.layers import list_loaded_parameters
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Shape, Slices
 from rollway.weights.offer import Offer
-from rollway.weights.planning.targets import EngineRank, engine_ranks, part_of
+from rollway.weights.planning.targets import EngineRank, TargetPart, engine_ranks, part_of
 from rollway.weights.transports.base import Reader, never
 
 ALLOW_NON_FINITE = "ROLLWAY_ALLOW_NON_FINITE"
@@ -43,7 +43,6 @@ class Incoming:
     offer: Offer
     headers: dict[str, TensorHeader]
     """The policy's tensors."""
-    ranks: int
     reduced: Callable[[torch.Tensor], torch.Tensor]
     """Sums a tensor over the ranks; all of them must call it."""
     draft: Draft | None = None
@@ -63,23 +62,27 @@ class Incoming:
         model: torch.nn.Module = self.worker.model_runner.get_model()
         return model
 
-    def restrict(self, model: torch.nn.Module) -> None:
+    def restrict(self) -> None:
         """Receive only what this rank holds of the model, if the transport can."""
         if self.reader.can_restrict:
-            mine = find_slices(find_engine_rank(self.worker), self.headers, model)
+            mine = find_slices(find_engine_rank(self.worker), self.headers, self.model)
             self.slices = self.reader.restrict(self.offer, mine)
 
     def tensors(self, summed: Callable[[str], bool] = never) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the policy's tensors, and keep those of the draft model and of the KV cache."""
-        tensors = self.reader.tensors(self.offer, summed)
-        if self.scales is not None:
-            tensors = self.scales.keep_scales(tensors)
-        if self.draft is not None:
-            tensors = self.draft.keep_draft(tensors)
-        for pair in tensors:
-            if self.abandoned.is_set():
-                raise RuntimeError(f"version {self.offer.version} was discarded")
-            yield pair
+        for name, tensor in self.reader.tensors(self.offer, summed):
+            self.check_wanted()
+            if self.draft is not None and name.startswith(DRAFT):
+                self.draft.keep(name.removeprefix(DRAFT), tensor)
+            elif self.scales is not None and name.startswith(SCALE):
+                self.scales.keep(name.removeprefix(SCALE), tensor)
+            else:
+                yield name, tensor
+
+    def check_wanted(self) -> None:
+        """Raise if the version was discarded meanwhile."""
+        if self.abandoned.is_set():
+            raise RuntimeError(f"version {self.offer.version} was discarded")
 
     def note_non_finite(self, names: list[str]) -> None:
         """Note which tensors have NaN or infinity. Raise if there are any, unless the user allows
@@ -91,35 +94,23 @@ class Incoming:
                 f"at the training step, or set {ALLOW_NON_FINITE}=1 in the model's `env`"
             )
 
-    def finish(self) -> None:
-        """Let the reader know that the version is served and no view of it is used any more."""
-        self.reader.finish(self.offer)
-
-    def measure(self, name: str) -> Stopwatch:
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
         """Measure a part of the staging, and use as many cores as are free for it."""
-        share_cores(alone=is_idle(self.worker))
-        return Stopwatch(self.seconds, name)
+        batch = getattr(self.worker.model_runner, "input_batch", None)
+        share_cores(alone=getattr(batch, "num_reqs", None) == 0)
+        with measure(self.seconds, name):
+            yield
 
 
-@dataclass(slots=True)
-class Stopwatch:
-    """Writes the seconds of a `with` block into a dict."""
-
-    into: dict[str, float]
-    name: str
-    began: float = 0.0
-
-    def __enter__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __exit__(self, *_: Any) -> None:
-        self.into[self.name] = time.perf_counter() - self.began
-
-
-def is_idle(worker: Any) -> bool:
-    """Return whether the worker generates nothing right now, as far as is visible here."""
-    batch = getattr(worker.model_runner, "input_batch", None)
-    return getattr(batch, "num_reqs", None) == 0
+@contextmanager
+def measure(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Write the seconds of a `with` block into a dict, also where it raises."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = time.perf_counter() - began
 
 
 _READERS = {
@@ -129,8 +120,7 @@ _READERS = {
     "cuda_ipc": ("rollway.weights.transports.cuda_ipc", "CudaIpcReader"),
     "collective": ("rollway.weights.transports.collective", "CollectiveReader"),
     "nixl": ("rollway.weights.transports.nixl", "NixlReader"),
-    "verl_buckets": ("rollway.engine.verl_buckets", "VerlBucketsReceiver"),
-    "prime_rl_broadcast": ("rollway.engine.prime_rl_broadcast", "PrimeRlBroadcastReader"),
+    "verl_buckets": ("rollway.engine.foreign_senders", "VerlBucketsReceiver"),
 }
 _WARMED_UP = ("shm", "files", "delta", "cuda_ipc")
 """Transports without packages of their own; a worker meets the others when it is offered one."""
@@ -139,8 +129,7 @@ _WARMED_UP = ("shm", "files", "delta", "cuda_ipc")
 def warm_up() -> None:
     """Import readers and compile their kernels now, so that the first refit does not wait."""
     for transport in _WARMED_UP:
-        module, name = _READERS[transport]
-        reader: Reader = getattr(import_module(module), name)()
+        reader = open_reader(transport)
         reader.warm_up()
         reader.close()
 
@@ -148,21 +137,17 @@ def warm_up() -> None:
 def get_reader(offer: Offer, readers: dict[str, Reader]) -> Reader:
     """Return the reader of the offer's transport from `readers`; add a new one if there is none."""
     if offer.transport not in readers:
-        if offer.transport not in _READERS:
-            raise WeightsError(f"This worker cannot receive weights by {offer.transport}.")
-        # Imported only now: a worker needs the packages of one transport, not of all.
-        module, name = _READERS[offer.transport]
-        reader: type[Any] = getattr(import_module(module), name)
-        readers[offer.transport] = reader(*_find_arguments(offer))
+        readers[offer.transport] = open_reader(offer.transport)
     return readers[offer.transport]
 
 
-def _find_arguments(offer: Offer) -> tuple[Any, ...]:
-    if offer.transport != "verl_buckets":
-        return ()
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return (get_tensor_model_parallel_rank,)
+def open_reader(transport: str) -> Reader:
+    """Return a new reader. A worker imports the packages of one transport, not of all."""
+    if transport not in _READERS:
+        raise WeightsError(f"This worker cannot receive weights by {transport}.")
+    module, name = _READERS[transport]
+    reader: Reader = getattr(import_module(module), name)()
+    return reader
 
 
 def find_slices(
@@ -175,29 +160,26 @@ def find_slices(
     if rank is None:
         return Slices()
     loaded = list_loaded_parameters(model)
-    shapes = {name: tuple(parameter.shape) for name, parameter in loaded.items()}
-    boxes: dict[str, Box | None] = {}
-    parameters: dict[str, str] = {}
-    divided: set[str] = set()  # Parameters that receive less than all of a tensor
-    filled: set[str] = set()  # Parameters that receive anything
-    unlike: set[str] = set()  # Parameters of another shape than the rule gives
-    for name, header in headers.items():
+    by_parameter: dict[str, dict[str, TargetPart | None]] = {}
+    for name in headers:
         try:
             parameter, part = part_of(name, headers, rank)
         except (UsageError, IndexError):  # no rule, or a tensor unlike those of the rule
             continue
-        parameters[name] = parameter
-        boxes[name] = part.box if part is not None else None
-        if boxes[name] != Box.whole(header.shape):
-            divided.add(parameter)
-        if part is not None:
-            filled.add(parameter)
-        if parameter not in shapes or (part is not None and shapes[parameter] != part.shape):
-            unlike.add(parameter)
-    slices = Slices(boxes, {name: header.shape for name, header in headers.items()}, parameters)
-    # A parameter that consists of padding alone is received whole: the engine still loads the
-    # padding, and verifies it.
-    return slices.without(set(parameters.values()) - ((divided & filled) - unlike))
+        by_parameter.setdefault(parameter, {})[name] = part
+    boxes: dict[str, Box | None] = {}
+    parameters: dict[str, str] = {}
+    for parameter, parts in by_parameter.items():
+        here = [part for part in parts.values() if part is not None]
+        mine = {name: part.box if part is not None else None for name, part in parts.items()}
+        is_divided = any(box != Box.whole(headers[name].shape) for name, box in mine.items())
+        is_known = parameter in loaded and all(p.shape == loaded[parameter].shape for p in here)
+        # A parameter that consists of padding alone is received whole: the engine still loads the
+        # padding, and verifies it.
+        if here and is_divided and is_known:
+            boxes |= mine
+            parameters |= dict.fromkeys(mine, parameter)
+    return Slices(boxes, {name: header.shape for name, header in headers.items()}, parameters)
 
 
 def find_engine_rank(worker: Any) -> EngineRank | None:

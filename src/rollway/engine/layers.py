@@ -160,6 +160,23 @@ def watch_loading(model: torch.nn.Module, seen: Callable[[str, Any], None]) -> I
             layer.quant_method.process_weights_after_loading(layer)
 
 
+@contextlib.contextmanager
+def reload_layers(layers: torch.nn.Module, vllm_config: Any, model_config: Any) -> Iterator[None]:
+    """Have vLLM reload a module with what its loader is given inside of the block. vLLM treats the
+    module and its submodules, and no other layer."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    # The kernels of experts, which are built again on CPU, read the config.
+    with set_current_vllm_config(vllm_config):
+        initialize_layerwise_reload(layers)
+        yield
+        finalize_layerwise_reload(layers, model_config)  # type: ignore[no-untyped-call]
+
+
 def _undo_reload(model: torch.nn.Module) -> None:
     """Give back the parameters of layers that vLLM began to reload. It has no way back: they would
     stay on `meta`, and the next reload would add to the tensors that this one has kept."""

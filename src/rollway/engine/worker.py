@@ -16,7 +16,7 @@ and only the methods that `engine/rpc.py` lists are run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,17 +24,16 @@ from typing import Any
 
 import torch
 
-from rollway.engine import core, incoming, rpc, transferred
+from rollway.engine import core, rpc, transferred
 from rollway.engine.adapters import get_adapters
 from rollway.engine.background import BackgroundTask
-from rollway.engine.drafts import Draft, split_draft
-from rollway.engine.fingerprint import Proof
-from rollway.engine.incoming import Incoming, get_reader
-from rollway.engine.kv_scales import KvScales, restore_scales, split_scales
+from rollway.engine.companions import Draft, KvScales, restore_scales, split_headers
+from rollway.engine.fingerprint import Proof, Reduce
+from rollway.engine.foreign_senders import BROADCAST, PrimeRlBroadcastReader, find_rank
+from rollway.engine.incoming import Incoming, get_reader, warm_up
 from rollway.engine.layers import explain_no_reload, find_unpacked, watch_loading
 from rollway.engine.memory import HostBuffers
 from rollway.engine.patching import set_served
-from rollway.engine.prime_rl_broadcast import BROADCAST, PrimeRlBroadcastReader, find_rank
 from rollway.engine.sleep_mode import describe_memory, prepare_sleep, refuse_sleeping
 from rollway.engine.staging import Staging
 from rollway.signed_calls import OrderRefused, Verifier, keep_secret, read_stack_secret
@@ -86,8 +85,8 @@ class WorkerExtension:
         refuse_sleeping(_get_model(self))
         _refuse_unloadable(_get_model(self))
         earlier = _get_staging(self)
-        if earlier is not None and earlier.offer == weights and not earlier.has_failed:
-            earlier.notify_when_done(tell)
+        if earlier is not None and earlier.offer == weights and not earlier.task.has_failed:
+            earlier.task.notify_when_done(tell)
             return
         if earlier is not None:
             earlier.discard()
@@ -95,39 +94,32 @@ class WorkerExtension:
             self._rollway_receivers: dict[str, Reader] = {}
         reader = get_reader(weights, self._rollway_receivers)
         reader.rank = self.rank  # type: ignore[attr-defined]
-        headers, scales = split_scales(reader.headers(weights))
-        new, draft = split_draft(headers)
+        new, draft, scales = split_headers(reader.headers(weights))
         from_files = weights.transport == "files"
         facts = (from_files, frozenset(new))
         if getattr(self, "_rollway_verifiable", None) != facts:  # it takes a while, every time
             _refuse_unverifiable(self, new, "rollway_stage", from_files=from_files)
             self._rollway_verifiable = facts
-        ranks, reduced = _find_ranks()
         policy_draft = Draft(self, draft, allow_cast) if draft else None
         cache = KvScales(self, scales) if scales else None
-        staging = Staging(
-            Incoming(self, reader, weights, new, ranks, reduced, policy_draft, cache),
-            _read_served_headers(self),
-            _get_host_buffers(self),
-            allow_cast=allow_cast,
-        )
-        staging.start()
-        staging.notify_when_done(tell)
+        reduced = _find_reduction()
+        incoming = Incoming(self, reader, weights, new, reduced, policy_draft, cache)
+        served, host = _read_served_headers(self), _get_host_buffers(self)
+        staging = Staging(incoming, served, host, allow_cast=allow_cast)
+        staging.task.notify_when_done(tell)
         self._rollway_staging: Staging | None = staging
 
     def rollway_staging(self, identity: str) -> dict[str, Any]:
         """Return how far the staging of these weights is; never raise."""
         staging = _get_staging(self)
         if staging is None or staging.offer.identity != identity:
-            error = f"weights {identity} are not staged here"
-            nothing = {"strategy": "", "reason": "", "seconds": {}, "bytes": 0}
-            return {"state": "failed", "error": error} | nothing
+            return {"state": "failed", "error": f"weights {identity} are not staged here"}
         return staging.report()
 
     def rollway_staged(self, identity: str) -> None:
         """Raise unless these weights are staged and verified; for callers that cannot receive the
         value of `rollway_staging`."""
-        _find_staged(self, identity).check()
+        _find_staged(self, identity).task.check()
 
     def rollway_label(self, label: int | None) -> bool:
         """Return False: no engine of this process refuses requests by their version. Where one
@@ -195,14 +187,13 @@ class WorkerExtension:
 def start_warm_up(worker: Any) -> None:
     """Prepare for the first refit in the background; an error only means that it will be slower."""
     device = next(_get_model(worker).parameters()).device
-    worker._rollway_warm_up = BackgroundTask("the warm-up", incoming.warm_up, device)
+    worker._rollway_warm_up = BackgroundTask("the warm-up", warm_up, device)
 
 
 def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
     """Raise if this worker could not serve a checkpoint, or could not verify it afterwards."""
     _refuse_unloadable(_get_model(worker))
-    headers, scales = split_scales(read_headers(Path(path)))
-    new, draft = split_draft(headers)
+    new, draft, scales = split_headers(read_headers(Path(path)))
     if draft or scales:
         what = "weights of a draft model" if draft else "scales of a KV cache"
         raise RuntimeError(f"{path} has {what}, which can only be staged with the policy's weights")
@@ -232,7 +223,7 @@ def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
         checkpoint = intact.result()
     if identity and checkpoint.identity != identity:
         raise RuntimeError(f"{path} changed while it was loaded")
-    proof.check(model, _find_ranks()[1])
+    proof.check(model, _find_reduction())
 
 
 def _open_order(method: str, order: Any) -> dict[str, Any]:
@@ -345,8 +336,8 @@ def _refuse_unloadable(model: torch.nn.Module) -> None:
         raise RuntimeError(why_not)
 
 
-def _find_ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the number of ranks that divide parameters, and a function that sums over them."""
+def _find_reduction() -> Reduce:
+    """Return a function that sums over the ranks that divide parameters."""
     from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 
     def total(local: torch.Tensor) -> torch.Tensor:
@@ -354,8 +345,7 @@ def _find_ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
         torch.distributed.all_reduce(whole, group=get_tp_group().device_group)
         return whole
 
-    ranks = get_tensor_model_parallel_world_size()
-    return ranks, torch.clone if ranks == 1 else total
+    return torch.clone if get_tensor_model_parallel_world_size() == 1 else total
 
 
 if rpc.in_worker_process():
