@@ -205,8 +205,7 @@ def judge_together(models: list[Rank], proofs: list[Proof]) -> None:
     """Let all ranks inspect their models, then judge together."""
     local_sums: list[torch.Tensor] = []
     for proof, model in zip(proofs, models, strict=True):
-        proof.measure(model)
-    for proof in proofs:  # capture the values that the rank would send to the others
+        # Capture the values that the rank would send to the others.
         captured = list[torch.Tensor]()
 
         def capture(local: torch.Tensor, into: list[torch.Tensor] = captured) -> torch.Tensor:
@@ -214,10 +213,10 @@ def judge_together(models: list[Rank], proofs: list[Proof]) -> None:
             raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            proof.compare(capture)
+            proof.check(model, capture)
         local_sums += captured
-    for proof in proofs:
-        proof.compare(lambda _: torch.stack(local_sums).sum(0))
+    for proof, model in zip(proofs, models, strict=True):
+        proof.check(model, lambda _: torch.stack(local_sums).sum(0))
 
 
 def watch(models: list[Rank], tensors: dict[str, torch.Tensor], received: str) -> list[Proof]:
@@ -262,9 +261,8 @@ def test_swapped_parts_of_two_ranks_are_reported_when_parts_were_received() -> N
     models = [Rank(tensors, rank) for rank in (1, 0, 2, 3)]
     judge_together(models, watch(models, tensors, "whole"))
     proof = watch(models, tensors, "parts")[0]
-    proof.measure(models[0])
     with pytest.raises(RuntimeError, match=r"2 of 3 .*attn\.qkv_proj\.weight, embed\.weight"):
-        proof.compare(lambda local: local)
+        proof.check(models[0], lambda local: local)
 
 
 def test_a_part_loaded_at_another_offset_is_reported() -> None:
@@ -272,9 +270,8 @@ def test_a_part_loaded_at_another_offset_is_reported() -> None:
     tensors = make_rank_checkpoint(1)
     model = Rank({**tensors, "attn.k_proj.weight": torch.zeros(4, HIDDEN)}, 0)
     (proof,) = watch([model], tensors, "parts")
-    proof.measure(model)
     with pytest.raises(RuntimeError, match=r"1 of 3 .*attn\.qkv_proj\.weight"):
-        proof.compare(lambda local: local)
+        proof.check(model, lambda local: local)
 
 
 def test_mixing_parts_and_whole_tensors_of_one_parameter_is_refused() -> None:

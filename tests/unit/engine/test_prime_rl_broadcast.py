@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine.prime_rl_broadcast import PrimeRlBroadcastReader, find_rank
+from rollway.engine.foreign_senders import PrimeRlBroadcastReader, find_rank
 from rollway.errors import WeightsError
 from rollway.integrations.prime_rl.broadcast import CollectiveSender
 from rollway.weights.offer import STILL, Offer
@@ -215,9 +215,9 @@ def test_a_discarded_version_ends_a_wait_for_the_trainer(
 def test_an_offer_of_something_else_is_refused() -> None:
     reader = PrimeRlBroadcastReader(headers())
     offer = Offer("prime_rl_broadcast", 0, "0" * 32, 0, {"place": {"host": "a b"}})
-    with pytest.raises(WeightsError, match="names no group"):
+    with pytest.raises(WeightsError, match="describes no"):
         reader.join(offer, 0, CPU)
-    with pytest.raises(WeightsError, match="names no group"):
+    with pytest.raises(WeightsError, match="describes no"):
         reader.headers(offer)
 
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rollway.engine.verl_buckets import VerlBucketsReceiver, parse_message
+from rollway.engine.foreign_senders import VerlBucketsReceiver, parse_message
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Offer
 
@@ -105,7 +105,8 @@ def receive(sender: Sender, work: Callable[[], None], seconds: float = 3.0) -> T
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        receiver = VerlBucketsReceiver(lambda: 1, sender.directory)
+        receiver = VerlBucketsReceiver(sender.directory)
+        receiver.rank = 1
         return {n: t.clone() for n, t in receiver.tensors(offer(sender, seconds))}
     finally:
         sender.receiver_ended.set()
@@ -116,7 +117,7 @@ def test_received_tensors_equal_the_sent_ones(sender: Sender) -> None:
     tensors = receive(sender, lambda: sender.send(weights()))
     assert all(torch.equal(tensors[name], tensor) for name, tensor in weights().items())
     assert sender.acknowledged == 3
-    headers = VerlBucketsReceiver(lambda: 1).headers(offer(sender))
+    headers = VerlBucketsReceiver().headers(offer(sender))
     assert headers["b"].shape == (5,)
 
 
@@ -192,7 +193,7 @@ def test_a_tensor_must_be_inside_its_bucket(
         ({"name": "rollway-weights-1", "size": 8}, "not a bucket of verl's"),
         ({"name": "verl_weights_2", "size": 8}, "cannot be read"),
         ({"name": "verl_weights_1", "size": SIZE + 1}, "does not hold"),
-        ({"name": "verl_weights_1"}, "names no bucket"),
+        ({"name": "verl_weights_1"}, "describes no Bucket"),
         ([1], "is not a mapping"),
     ],
 )
