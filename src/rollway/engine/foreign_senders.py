@@ -83,6 +83,23 @@ class Bucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Count
 
 
+class BucketContents(msgspec.Struct, frozen=True):
+    """Each of verl's later messages: what is in the bucket now."""
+
+    bucket_meta: dict[str, Any]
+    is_last: bool
+
+
+class TensorPlace(msgspec.Struct, frozen=True):
+    """Where a tensor is in the bucket."""
+
+    shape: tuple[Count, ...]
+    dtype: torch.dtype
+    offset: Count
+    handle: None
+    """Set if the tensor is elsewhere in device memory."""
+
+
 class VerlBucketsReceiver(Reader):
     """Receives from the rank of the trainer that is this worker's."""
 
@@ -100,19 +117,17 @@ class VerlBucketsReceiver(Reader):
         source = _read(offer.where, BucketSource)
         received: dict[str, TensorHeader] = {}
         with _connect(Path(source.sockets[self.rank]), source.seconds) as socket:
-            memory = self._map(_read(parse_message(socket.recv()), Bucket))
-            is_last: Any = False
+            memory = self._map(read_message(socket.recv(), Bucket))
+            is_last = False
             while not is_last:
                 socket.send(b"")  # permits verl to overwrite the bucket
-                message = parse_message(socket.recv())
-                entries, is_last = message.get("bucket_meta"), message.get("is_last")
-                if not isinstance(entries, dict) or not isinstance(is_last, bool):
-                    raise WeightsError("A message of verl's has no list of tensors.")
-                for name, meta in entries.items():
-                    tensor = _view(memory, str(name), meta)
+                contents = read_message(socket.recv(), BucketContents)
+                is_last = contents.is_last
+                for name, meta in contents.bucket_meta.items():
                     if name in received:
                         raise WeightsError(f"verl sent {name} twice.")
-                    received[str(name)] = TensorHeader(dtype_name(tensor), tuple(tensor.shape), "")
+                    tensor = _view(memory, name, _read(meta, TensorPlace))
+                    received[name] = TensorHeader(dtype_name(tensor), tuple(tensor.shape), "")
                     yield name, tensor
             mismatches = differences(received, self.headers(offer), allow_cast=True)
             refuse_differences(mismatches, f"version {offer.version}")
@@ -156,26 +171,17 @@ def _connect(path: Path, seconds: float) -> Iterator[Any]:
             raise WeightsError(f"No weights arrived at {path} within {seconds:g} s.") from error
 
 
-def parse_message(raw: bytes) -> dict[str, Any]:
-    message = read_pickle(raw, "verl")
-    if not isinstance(message, dict):
-        raise WeightsError("A message of verl's is not a mapping.")
-    return message
+def read_message(raw: bytes, kind: type[Part]) -> Part:
+    """Return a message of verl's sender."""
+    return _read(read_pickle(raw, "verl"), kind)
 
 
-def _view(memory: Tensor, name: str, meta: Any) -> Tensor:
+def _view(memory: Tensor, name: str, place: TensorPlace) -> Tensor:
     """Return a tensor as a view of the bucket, after checking that it is inside."""
-    try:
-        shape, dtype, offset = torch.Size(meta["shape"]), meta["dtype"], meta["offset"]
-        if meta["handle"] is not None or not isinstance(dtype, torch.dtype):
-            raise WeightsError(f"verl did not send {name} through the bucket.")
-        nbytes = math.prod(shape) * dtype.itemsize
-        is_valid = type(offset) is int and min(0, offset, *shape) >= 0
-        if not is_valid or offset % dtype.itemsize or offset + nbytes > memory.numel():
-            raise WeightsError(f"verl places {name} outside of its bucket.")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"verl does not describe {name} fully: {error}.") from error
-    return memory[offset : offset + nbytes].view(dtype).view(shape)
+    end = place.offset + math.prod(place.shape) * place.dtype.itemsize
+    if place.offset % place.dtype.itemsize or end > memory.numel():
+        raise WeightsError(f"verl places {name} outside of its bucket.")
+    return memory[place.offset : end].view(place.dtype).view(place.shape)
 
 
 # --- prime-rl's broadcast ------------------------------------------------------------------------

@@ -100,8 +100,6 @@ class LoadPlan:
     copies: tuple[PlannedCopy, ...] = ()
     padding: tuple[tuple[str, Region], ...] = ()
     """Parameter and elements that the loader fills with zeros."""
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    """The shapes of the parameters that the plan writes."""
     reloaded: Mapping[str, str] = field(default_factory=dict)
     """Layers that only vLLM can load, with the reason."""
     refusal: str = ""
@@ -116,12 +114,11 @@ class LoadPlan:
         more = f" and {len(self.reloaded) - 1} more layers" if len(self.reloaded) > 1 else ""
         return f"vLLM reloads {layer}{more}: {why}"
 
-    def find_live(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    def find_targets(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that the plan writes."""
         live = dict[str, torch.Tensor](model.named_parameters()) | dict(model.named_buffers())
-        if any(tuple(live[name].shape) != shape for name, shape in self.shapes.items()):
-            raise RuntimeError("the model's parameters changed their shapes")
-        return {name: live[name] for name in (*self.shapes, *(name for name, _ in self.padding))}
+        names = {copy.parameter for copy in self.copies} | {name for name, _ in self.padding}
+        return {name: live[name] for name in names}
 
 
 def find_plan(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:
@@ -258,7 +255,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             written.setdefault(copy.parameter, []).append(copy.destination)
             if copy.tensor in self._changed_inputs:
                 refused[copy.parameter] = f"its loader changes {copy.tensor}"
-        shapes = {name: self._shapes[name] for name in written}
         for name, region in self._padding:
             written.setdefault(name, []).append(region)
             if region.as_box(self._shapes[name]) == Box.whole(self._shapes[name]):
@@ -271,7 +267,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         return LoadPlan(
             copies=tuple(c for c in self._copies if _get_layer(c.parameter) not in layers),
             padding=tuple(p for p in self._padding if _get_layer(p[0]) not in layers),
-            shapes={n: shape for n, shape in shapes.items() if _get_layer(n) not in layers},
             reloaded=layers,
         )
 
@@ -356,13 +351,13 @@ class BatchedCopy:
         tensors: Mapping[str, torch.Tensor],
         slices: Slices,
     ) -> None:
-        live = plan.find_live(model)
+        targets = plan.find_targets(model)
         self._batches: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._single: list[tuple[torch.Tensor, torch.Tensor]] = []
         for copy in plan.copies:
             source = _view_source(copy, tensors, slices)
-            self._add(copy.destination.view(live[copy.parameter]), source)
-        self._zeros = [region.view(live[name]) for name, region in plan.padding]
+            self._add(copy.destination.view(targets[copy.parameter]), source)
+        self._zeros = [region.view(targets[name]) for name, region in plan.padding]
 
     def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # One kernel copies a whole list only if both sides are dense; one exception would make it

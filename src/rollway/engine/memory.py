@@ -109,61 +109,41 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate" in text)
 
 
-class HostBuffers:
-    """Pinned buffers, kept from one version to the next: pinning takes longer than filling."""
-
-    def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
-
-    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return the kept buffers if they have these sizes; nobody else gets them meanwhile.
-        Otherwise release them and return none."""
-        buffers, self._buffers = self._buffers, []
-        if [buffer.nbytes for buffer in buffers] == list(sizes):
-            return buffers
-        del buffers
-        self.return_unused()
-        return []
-
-    @staticmethod
-    def return_unused() -> None:
-        """Return pinned memory that torch keeps for later to the system."""
-        empty_cache = getattr(torch._C, "_host_emptyCache", None)
-        if empty_cache is not None and torch.cuda.is_available():
-            empty_cache()
-
-    def give_back(self, buffers: list[torch.Tensor]) -> None:
-        self._buffers = buffers
-
-
 @dataclass(slots=True)
 class StagedTensors:
     """Copies of tensors, one after the other in a few large buffers."""
 
     device: torch.device
-    host: HostBuffers | None = None
-    """Where buffers come from, and where they return to, if they are in the host's memory."""
+    host: list[torch.Tensor] | None = None
+    """Where buffers in pinned host memory come from, and where they return to: pinning takes longer
+    than filling."""
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     _buffers: list[torch.Tensor] = field(default_factory=list)
 
     def allocate(self, shapes: Mapping[str, tuple[str, Shape]]) -> None:
         """Allocate memory for tensors of these dtypes and shapes, all of it at once."""
         layout = list(_lay_out(shapes))
-        sizes = [max(end for _, _, end in part) for part in layout]
-        self._buffers = self.host.take(sizes) if self.host is not None else []
-        if not self._buffers:
-            device = self.device if self.host is None else torch.device("cpu")
-            pinned = self.host is not None and torch.cuda.is_available()
-            self._buffers = [allocate(size, device, pinned=pinned) for size in sizes]
+        sizes = [part[-1][-1] for part in layout]
+        if self.host is None:
+            self._buffers = [allocate(size, self.device, pinned=False) for size in sizes]
+        else:
+            self._buffers = self._take_host_buffers(sizes)
         for buffer, part in zip(self._buffers, layout, strict=True):
             for name, start, _ in part:
                 dtype, shape = shapes[name]
                 end = start + prod(shape) * ELEMENT_BYTES[dtype]
                 self.views[name] = buffer[start:end].view(DTYPES[dtype]).view(shape)
+
+    def _take_host_buffers(self, sizes: list[int]) -> list[torch.Tensor]:
+        """Return the kept buffers if they have these sizes, otherwise new ones."""
+        assert self.host is not None
+        kept = list(self.host)
+        self.host.clear()
+        if [buffer.nbytes for buffer in kept] == sizes:
+            return kept
+        kept.clear()
+        is_pinned = torch.cuda.is_available()
+        return [allocate(size, torch.device("cpu"), pinned=is_pinned) for size in sizes]
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor to its place. On a GPU this waits only for copies from plain memory."""
@@ -176,8 +156,8 @@ class StagedTensors:
         """Give the memory back, to the host's buffers or to the device. Without `wait`, a thread
         returns it to the device."""
         buffers, self._buffers, self.views = self._buffers, [], {}
-        if self.host is not None and buffers:
-            self.host.give_back(buffers)
+        if buffers and self.host is not None:
+            self.host[:] = buffers
         elif buffers:
             del buffers
             return_unused(self.device, wait=wait)
@@ -216,7 +196,7 @@ def list_received_shapes(
 
 
 def count_bytes(shapes: Mapping[str, tuple[str, Shape]]) -> int:
-    return sum(max(end for _, _, end in part) for part in _lay_out(shapes))
+    return sum(part[-1][-1] for part in _lay_out(shapes))
 
 
 def _lay_out(shapes: Mapping[str, tuple[str, Shape]]) -> Iterator[list[tuple[str, int, int]]]:

@@ -132,9 +132,9 @@ class Patch:
         """Translate the plan; `elements` is the number of elements of each tensor."""
         if plan.refusal or plan.reloaded:
             raise NoPatch(plan.reason)
-        live = plan.find_live(model)
-        self._live = {name: integers(tensor) for name, tensor in live.items()}
-        self._dtypes = {name: tensor.dtype for name, tensor in live.items()}
+        targets = plan.find_targets(model)
+        self._live = {name: integers(tensor) for name, tensor in targets.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in targets.items()}
         self._translations: dict[str, list[Translation]] = {}
         for copy in plan.copies:
             translation = Translation.of(copy, elements[copy.tensor])

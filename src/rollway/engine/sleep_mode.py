@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,6 @@ from rollway.weights.checkpoint import TensorHeader
 
 _STOP_SECONDS = 60.0
 _ALLOCATOR = "vllm.device_allocator.cumem"
-
-
-class AsleepError(RuntimeError):
-    """Something would have used memory that sleeps."""
 
 
 def find_asleep() -> list[tuple[int, int, str]]:
@@ -53,7 +50,7 @@ def refuse_sleeping(model: torch.nn.Module) -> None:
     asleep = find_asleep()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()] if asleep else ():
         if any(start <= tensor.data_ptr() < start + nbytes for start, nbytes, _ in asleep):
-            raise AsleepError(f"{name} sleeps: nothing may be copied into it before it is woken")
+            raise RuntimeError(f"{name} sleeps: nothing may be copied into it before it is woken")
 
 
 def describe_memory(worker: Any, served: Mapping[str, TensorHeader] | None, level: int) -> Any:
@@ -113,8 +110,9 @@ def prepare_sleep(worker: Any, level: int) -> None:
     if staging is not None:
         # Of a refit whose process was killed. Its background task may read parameters: they must
         # not vanish meanwhile.
-        if not staging.stop(_STOP_SECONDS):
-            raise AsleepError("weights are still being staged")
+        staging.discard()
+        if not wait([staging.task], _STOP_SECONDS).done:
+            raise RuntimeError("weights are still being staged")
         worker._rollway_staging = None
     if torch.cuda.is_available():
         worker._rollway_kv_in_doubt = False  # the device takes the memory of the KV cache

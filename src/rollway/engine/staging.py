@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import wait
 from typing import Any, Literal
 
 import torch
@@ -37,7 +36,7 @@ from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming, measure, zero_pad_all
 from rollway.engine.layers import reload_layers, watch_loading
 from rollway.engine.loading import BatchedCopy, LoadPlan, find_plan
-from rollway.engine.memory import HostBuffers, StagedTensors
+from rollway.engine.memory import StagedTensors
 from rollway.engine.patching import NoPatch, Patch, Served, prepare_patch, set_served
 from rollway.engine.sleep_mode import refuse_sleeping
 from rollway.weights.checkpoint import TensorHeader, differences, refuse_differences
@@ -54,11 +53,12 @@ class Staging:
         self,
         incoming: Incoming,
         served: dict[str, TensorHeader] | None,
-        host: HostBuffers,
+        host: list[torch.Tensor],
         *,
         allow_cast: bool = False,
     ) -> None:
-        """Raise if the weights do not fit this worker; otherwise start to receive them."""
+        """Raise if the weights do not fit this worker; otherwise start to receive them. `host` has
+        the pinned memory that a worker keeps from one version to the next."""
         offer = self.offer = incoming.offer
         if served is not None:
             problems = differences(incoming.headers, served, allow_cast=allow_cast)
@@ -74,8 +74,6 @@ class Staging:
         """What was received: views of staged memory, or of the publisher's."""
         self._proof: Proof | None = None
         self._copies: BatchedCopy | Patch | None = None
-        self._addresses = _list_addresses(incoming.model)
-        """Where the copies go. The addresses stay also if the engine sleeps in between."""
         log.info("staging version %d", offer.version)
         self.task = BackgroundTask(f"version {offer.version}", self._run, self._device)
 
@@ -128,11 +126,6 @@ class Staging:
         self.incoming.reader.release()
         self.incoming.abandoned.set()
         self.task.add_done_callback(lambda _: self._release())
-
-    def stop(self, seconds: float) -> bool:
-        """Discard the weights, and wait for the background task; return whether it has ended."""
-        self.discard()
-        return bool(wait([self.task], seconds).done)
 
     # --- in the background -----------------------------------------------------------------------
 
@@ -198,7 +191,7 @@ class Staging:
             self._why_placed = "the publisher's device memory is read in place"
             return
         device = memory.read_device_memory(self._device, needed)
-        host = memory.read_host_memory(needed, self._host.nbytes)
+        host = memory.read_host_memory(needed, sum(b.nbytes for b in self._host))
         size = f"{needed / 1e9:.2f} GB are needed"
         kept = reader.count_kept(offer)
         if kept:
@@ -255,14 +248,11 @@ class Staging:
         """Write the weights into the parameters, and verify these."""
         incoming, model = self.incoming, self.incoming.model
         set_served(incoming.worker, None)  # in doubt until everything is verified
-        with torch.inference_mode():
-            if self._copies is not None:
-                if _list_addresses(model) != self._addresses:
-                    raise RuntimeError("parameters have moved since the weights were staged")
-                with measure(seconds, "copy"):
-                    _synchronize(self._device)  # nothing may still read the old weights
-                    self._copies.run()
-                    _synchronize(self._device)
+        if self._copies is not None:
+            with measure(seconds, "copy"), torch.inference_mode():
+                _synchronize(self._device)  # nothing may still read the old weights
+                self._copies.run()
+                _synchronize(self._device)
         if self.strategy == "reload" or self._plan.reloaded:
             with measure(seconds, "reload"):
                 self._reload(model)
@@ -307,10 +297,6 @@ class Staging:
             memory.return_unused(self._device, wait=wait)
         if self.incoming.draft is not None:
             self.incoming.draft.discard()
-
-
-def _list_addresses(model: torch.nn.Module) -> list[int]:
-    return [parameter.data_ptr() for parameter in model.parameters()]
 
 
 def _synchronize(device: torch.device) -> None:

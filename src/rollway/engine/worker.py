@@ -32,7 +32,6 @@ from rollway.engine.fingerprint import Proof, Reduce
 from rollway.engine.foreign_senders import BROADCAST, PrimeRlBroadcastReader, find_rank
 from rollway.engine.incoming import Incoming, get_reader, warm_up
 from rollway.engine.layers import explain_no_reload, find_unpacked, watch_loading
-from rollway.engine.memory import HostBuffers
 from rollway.engine.patching import set_served
 from rollway.engine.sleep_mode import describe_memory, prepare_sleep, refuse_sleeping
 from rollway.engine.staging import Staging
@@ -90,9 +89,7 @@ class WorkerExtension:
             return
         if earlier is not None:
             earlier.discard()
-        if not hasattr(self, "_rollway_receivers"):
-            self._rollway_receivers: dict[str, Reader] = {}
-        reader = get_reader(weights, self._rollway_receivers)
+        reader = get_reader(weights, _get_readers(self))
         reader.rank = self.rank  # type: ignore[attr-defined]
         new, draft, scales = split_headers(reader.headers(weights))
         from_files = weights.transport == "files"
@@ -104,8 +101,8 @@ class WorkerExtension:
         cache = KvScales(self, scales) if scales else None
         reduced = _find_reduction()
         incoming = Incoming(self, reader, weights, new, reduced, policy_draft, cache)
-        served, host = _read_served_headers(self), _get_host_buffers(self)
-        staging = Staging(incoming, served, host, allow_cast=allow_cast)
+        host = self.__dict__.setdefault("_rollway_host", [])
+        staging = Staging(incoming, _read_served_headers(self), host, allow_cast=allow_cast)
         staging.task.notify_when_done(tell)
         self._rollway_staging: Staging | None = staging
 
@@ -239,9 +236,7 @@ def _get_staging(worker: Any) -> Staging | None:
 
 def _get_broadcast_reader(worker: Any) -> PrimeRlBroadcastReader:
     """Return the reader that holds this rank's place in the group of prime-rl's trainer."""
-    if not hasattr(worker, "_rollway_receivers"):
-        worker._rollway_receivers = {}
-    readers: dict[str, Reader] = worker._rollway_receivers
+    readers = _get_readers(worker)
     if BROADCAST not in readers:
         served = _read_served_headers(worker)
         if served is None:
@@ -257,11 +252,10 @@ def _get_broadcast_reader(worker: Any) -> PrimeRlBroadcastReader:
     return reader
 
 
-def _get_host_buffers(worker: Any) -> HostBuffers:
-    if not hasattr(worker, "_rollway_host_buffers"):
-        worker._rollway_host_buffers = HostBuffers()
-    buffers: HostBuffers = worker._rollway_host_buffers
-    return buffers
+def _get_readers(worker: Any) -> dict[str, Reader]:
+    """Return the readers that this worker has opened, by transport."""
+    readers: dict[str, Reader] = worker.__dict__.setdefault("_rollway_readers", {})
+    return readers
 
 
 def _find_staged(worker: Any, identity: str) -> Staging:

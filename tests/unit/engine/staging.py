@@ -9,7 +9,6 @@ import torch
 
 from rollway.engine.companions import KvScales, split_headers
 from rollway.engine.incoming import Incoming
-from rollway.engine.memory import HostBuffers
 from rollway.engine.staging import Staging
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
@@ -76,12 +75,14 @@ def make_offer(tensors: Tensors) -> Offer:
     return Offer("shm", 3, "identity-of-3", nbytes, {})
 
 
-def start_staging(worker: Any, reader: FakeReader, host: HostBuffers | None = None) -> Staging:
+def start_staging(
+    worker: Any, reader: FakeReader, host: list[torch.Tensor] | None = None
+) -> Staging:
     offer = make_offer(reader.tensors_here)
     headers, _, scales = split_headers(reader.headers(offer))
     cache = KvScales(worker, scales) if scales else None
     incoming = Incoming(worker, reader, offer, headers, torch.clone, scales=cache)
-    return Staging(incoming, headers, host or HostBuffers())
+    return Staging(incoming, headers, [] if host is None else host)
 
 
 def stage(staging: Staging) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from rollway.engine.companions import Draft, split_headers
 from rollway.engine.incoming import Incoming
-from rollway.engine.memory import HostBuffers
 from rollway.engine.staging import Staging
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
@@ -164,6 +163,6 @@ def test_a_draft_that_is_not_finite_is_refused_before_the_pause(
         draft = Draft(draft_worker, new)
         offer = make_offer(reader.tensors_here)
         incoming = Incoming(worker, reader, offer, headers, torch.clone, draft)
-        report = stage(Staging(incoming, None, HostBuffers()))
+        report = stage(Staging(incoming, None, []))
         assert report["state"] == state, report["error"]
         assert allowed == "1" or report["error"].startswith("draft.fc.weight of version 3 has NaN")

@@ -16,7 +16,7 @@ from rollway.engine import memory, patching
 from rollway.engine.fingerprint import Proof
 from rollway.engine.incoming import Incoming
 from rollway.engine.loading import BatchedCopy, LoadPlan, PlannedCopy, Region, record_plan
-from rollway.engine.memory import FreeMemory, HostBuffers
+from rollway.engine.memory import FreeMemory
 from rollway.engine.patching import Patch, Translation, get_served
 from rollway.engine.staging import Staging
 from rollway.weights.digest.checksums import raw_bytes
@@ -131,7 +131,7 @@ def test_views_whose_elements_repeat_have_no_translation(strides: tuple[int, int
     copy = PlannedCopy("p", Region(0, (2, 3), (3, 1)), "t", Region(0, (2, 3), strides))
     assert Translation.of(copy, 6) is None
     with pytest.raises(patching.NoPatch, match="positions in t cannot be translated"):
-        Patch(LoadPlan(copies=(copy,)), torch.nn.Module(), {"t": 6})
+        Patch(LoadPlan(copies=(copy,)), torch.nn.ParameterDict({"p": torch.zeros(2, 3)}), {"t": 6})
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 20), st.integers(-9, 9)), min_size=1, max_size=4))
@@ -167,7 +167,7 @@ class Fleet:
     def stage(self, offer: Offer) -> tuple[Staging, dict[str, Any]]:
         headers = self.reader.headers(offer)
         incoming = Incoming(self.worker, self.reader, offer, headers, torch.clone)
-        staging = Staging(incoming, headers, HostBuffers())
+        staging = Staging(incoming, headers, [])
         wait_until(lambda: staging.report()["state"] != "running")
         return staging, staging.report()
 

@@ -12,7 +12,6 @@ from transformers import Qwen3Config
 
 from rollway.engine.incoming import Incoming, find_slices
 from rollway.engine.layers import explain_no_reload
-from rollway.engine.memory import HostBuffers
 from rollway.engine.staging import Staging
 from rollway.weights.planning.targets import engine_ranks
 from rollway.weights.transports.base import Reader
@@ -48,7 +47,7 @@ def start_staging(
     reader, offer = FakeReader(tensors, has_sums=True), make_offer(tensors)
     headers = reader.headers(offer)
     incoming = Incoming(worker, reader, offer, headers, reduced)
-    return Staging(incoming, headers, HostBuffers())
+    return Staging(incoming, headers, [])
 
 
 def refit(staging: Staging) -> dict[str, Any]:
@@ -224,6 +223,6 @@ def test_a_delta_is_received_whole(tmp_path: Path) -> None:
             offer = publisher.publish(version, tensors.items())
             headers = reader.headers(offer)
             incoming = Incoming(worker, reader, offer, headers, torch.clone)
-            result = refit(Staging(incoming, headers, HostBuffers()))
+            result = refit(Staging(incoming, headers, []))
             assert result["strategy"] == "reload" and "no patch, because" in result["reason"]
             assert_same(worker, start_packed(tmp_path, tensors))

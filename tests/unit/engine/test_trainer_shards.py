@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 
 from rollway.engine import loading
 from rollway.engine.incoming import Incoming
-from rollway.engine.memory import HostBuffers
 from rollway.engine.staging import Staging
 from rollway.errors import WeightsError
 from rollway.signed_calls import SECRET
@@ -177,7 +176,7 @@ def test_every_parameter_of_every_rank_is_the_checkpoints(
                 reader = _open_reader(transport, tmp_path, cleanup)
                 headers = reader.headers(offer)
                 incoming = Incoming(worker, reader, offer, headers, reduction)
-                stagings.append(Staging(incoming, headers, HostBuffers()))
+                stagings.append(Staging(incoming, headers, []))
                 report = stage(stagings[-1])
                 assert report["state"] == "ready", report["error"]
         with ThreadPoolExecutor(tp) as pool:
