@@ -69,17 +69,16 @@ class Region:
         box = Box(tuple(start), tuple(stop))
         return box if box.intersect(Box.whole(shape)) == box or not shape else None
 
-    def within(self, whole: Shape, part: Box) -> Region | None:
-        """Return where these elements of a tensor are in a contiguous part of it; None if that is
-        not known, or they are not all in it."""
+    def within(self, whole: Shape, part: Box) -> Region:
+        """Return where these elements of a tensor are in a contiguous part of it."""
         box = self.as_box(whole)
         if box is None or box.intersect(part) != box:
-            return None
+            raise RuntimeError(f"the parts that came are not those that vLLM's loader cuts: {part}")
         block = torch.empty(part.shape, device="meta")[box.relative_to(part.start).slices]
         sizes = [size for size in self.shape if size > 1]
         strides = [s for s, size in zip(self.stride, self.shape, strict=True) if size > 1]
         if sizes != [size for size in block.shape if size > 1] or strides != sorted(strides)[::-1]:
-            return None  # it was flattened or transposed
+            raise RuntimeError("vLLM's loader flattens or transposes a tensor of which parts came")
         return Region.of(block.view(self.shape))
 
 
@@ -89,8 +88,9 @@ class PlannedCopy:
 
     parameter: str
     destination: Region
-    tensor: str
-    source: Region
+    tensor: str = ""
+    source: Region | None = None
+    """None where the loader fills a parameter with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,6 @@ class LoadPlan:
     """How a checkpoint's tensors become the parameters of one rank."""
 
     copies: tuple[PlannedCopy, ...] = ()
-    padding: tuple[tuple[str, Region], ...] = ()
-    """Parameter and elements that the loader fills with zeros."""
     reloaded: Mapping[str, str] = field(default_factory=dict)
     """Layers that only vLLM can load, with the reason."""
     refusal: str = ""
@@ -117,8 +115,7 @@ class LoadPlan:
     def find_targets(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that the plan writes."""
         live = dict[str, torch.Tensor](model.named_parameters()) | dict(model.named_buffers())
-        names = {copy.parameter for copy in self.copies} | {name for name, _ in self.padding}
-        return {name: live[name] for name in names}
+        return {copy.parameter: live[copy.parameter] for copy in self.copies}
 
 
 def find_plan(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:
@@ -189,7 +186,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._fresh: dict[int, torch.Tensor] = {}
         """What the loader created. Kept, so that no address is used twice."""
         self._copies: list[PlannedCopy] = []
-        self._padding: list[tuple[str, Region]] = []
         self._refused: dict[str, str] = {}
         """By parameter."""
         self._changed_inputs: set[str] = set()
@@ -222,7 +218,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         if not name:
             raise RuntimeError(f"{func} would change a tensor that is no parameter")
         if _is_zero_fill(func, args):
-            self._padding.append((name, region))
+            self._copies.append(PlannedCopy(name, region))
         elif func is not _ATEN.copy_.default:
             self._refused[name] = f"its loader uses {func}"
         else:
@@ -255,18 +251,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             written.setdefault(copy.parameter, []).append(copy.destination)
             if copy.tensor in self._changed_inputs:
                 refused[copy.parameter] = f"its loader changes {copy.tensor}"
-        for name, region in self._padding:
-            written.setdefault(name, []).append(region)
-            if region.as_box(self._shapes[name]) == Box.whole(self._shapes[name]):
-                # Before or after the copies: that is not known here.
-                refused.setdefault(name, "its loader clears it as a whole")
         for name, regions in written.items():
             if fault := _find_fault(self._shapes[name], regions):
                 refused.setdefault(name, fault)
         layers = {_get_layer(name): why for name, why in refused.items()} | dict(changed)
         return LoadPlan(
             copies=tuple(c for c in self._copies if _get_layer(c.parameter) not in layers),
-            padding=tuple(p for p in self._padding if _get_layer(p[0]) not in layers),
             reloaded=layers,
         )
 
@@ -354,10 +344,17 @@ class BatchedCopy:
         targets = plan.find_targets(model)
         self._batches: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._single: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._zeros: list[torch.Tensor] = []
         for copy in plan.copies:
-            source = _view_source(copy, tensors, slices)
-            self._add(copy.destination.view(targets[copy.parameter]), source)
-        self._zeros = [region.view(targets[name]) for name, region in plan.padding]
+            target = copy.destination.view(targets[copy.parameter])
+            if copy.source is None:
+                self._zeros.append(target)
+            else:
+                tensor, box = tensors[copy.tensor], slices.boxes.get(copy.tensor)
+                source = copy.source
+                if box is not None:
+                    source = source.within(slices.shapes[copy.tensor], box)
+                self._add(target, source.view(tensor))
 
     def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # One kernel copies a whole list only if both sides are dense; one exception would make it
@@ -387,16 +384,3 @@ class BatchedCopy:
             target.copy_(source, non_blocking=True)
         if self._zeros:
             torch._foreach_zero_(self._zeros)
-
-
-def _view_source(
-    copy: PlannedCopy, tensors: Mapping[str, torch.Tensor], slices: Slices
-) -> torch.Tensor:
-    """Return the elements of a tensor that a copy needs, also where only a part of it came."""
-    tensor, box = tensors[copy.tensor], slices.boxes.get(copy.tensor)
-    if box is None:
-        return copy.source.view(tensor)
-    within = copy.source.within(slices.shapes[copy.tensor], box)
-    if within is None:
-        raise RuntimeError(f"vLLM's loader does not cut {copy.tensor} into the parts that came")
-    return within.view(tensor)

@@ -78,12 +78,13 @@ class Translation:
     """Whether all elements are copied, one after the other."""
 
     @classmethod
-    def of(cls, copy: PlannedCopy, elements: int) -> Translation | None:
-        """Return the translation of a copy from a tensor with so many elements; None if a position
-        in the tensor does not say where in the view it is."""
+    def of(cls, copy: PlannedCopy, elements: int) -> Translation:
+        """Return the translation of a copy from a tensor with so many elements; raise NoPatch if a
+        position in the tensor does not say where in the view it is."""
+        assert copy.source is not None
         axes = _find_axes(copy.source, copy.destination)
         if axes is None:
-            return None
+            raise NoPatch(f"positions in {copy.tensor} cannot be translated")
         is_whole = axes == ((elements, 1, 1),)
         source, target = copy.source.offset, copy.destination.offset
         return cls(copy.parameter, source, target, axes, is_whole)
@@ -137,10 +138,9 @@ class Patch:
         self._dtypes = {name: tensor.dtype for name, tensor in targets.items()}
         self._translations: dict[str, list[Translation]] = {}
         for copy in plan.copies:
-            translation = Translation.of(copy, elements[copy.tensor])
-            if translation is None:
-                raise NoPatch(f"positions in {copy.tensor} cannot be translated")
-            self._translations.setdefault(copy.tensor, []).append(translation)
+            if copy.source is not None:  # zeros stay
+                translation = Translation.of(copy, elements[copy.tensor])
+                self._translations.setdefault(copy.tensor, []).append(translation)
         self._staged: dict[str, Written] = {}
         """By parameter; each place once."""
 
