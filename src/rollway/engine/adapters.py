@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollway.engine.background import BackgroundTask
-from rollway.engine.incoming import get_reader
+from rollway.engine.incoming import BackgroundTask, get_reader
 from rollway.weights.adapter import Adapter, create_adapter_home, detach_adapter, directory_of
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.leftovers import Guard
@@ -275,13 +274,11 @@ def _holds(layer: Any, slot: int, parts: Mapping[int, Pair]) -> bool:
 
 
 def _same(buffer: torch.Tensor, tensor: torch.Tensor | None) -> bool:
-    if tensor is None:
-        return not bool(buffer.any())
-    rows, columns = tensor.shape
-    corner = buffer[:rows, :columns]
-    if corner.shape != tensor.shape or not torch.equal(corner.to(tensor.device), tensor):
-        return False
-    return not bool(buffer[rows:].any()) and not bool(buffer[:, columns:].any())
+    expected = torch.zeros_like(buffer)
+    if tensor is not None:
+        rows, columns = tensor.shape
+        expected[:rows, :columns] = tensor
+    return bool(torch.equal(buffer, expected))
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:

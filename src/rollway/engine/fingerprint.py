@@ -185,16 +185,6 @@ class Proof:
             self._add(name, tensor)
             yield name, tensor
 
-    def expect(self, headers: Mapping[str, TensorHeader]) -> str:
-        """Expect published sums alone; return a tensor that has no usable one, or ""."""
-        for name, header in headers.items():
-            if name in self._sums:
-                dtype = DTYPES[header.dtype]
-                self._add(name, torch.empty(header.shape, dtype=dtype, device="meta"))
-            if name not in self.by_sum and self._find_parameter(name) is not None:
-                return name
-        return ""
-
     def check_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
         """Raise unless copies of the collected tensors have the same fingerprints."""
         started = {
@@ -333,8 +323,7 @@ class Proof:
             parts[-2] = self._fused_into[parts[-2]]
         if "experts" in parts and parts[-2] in _EXPERTS:
             module = parts[: parts.index("experts") + 1]
-            submodules = [[], ["routed_experts"]]  # the second in newer versions of vLLM
-            targets = [".".join([*module, *path, _EXPERTS[parts[-2]]]) for path in submodules]
+            targets = [".".join([*module, "routed_experts", _EXPERTS[parts[-2]]])]
         else:
             targets = [".".join(parts), mapped]
         return next((target for target in targets if target in self._parameters), None)

@@ -37,7 +37,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rollway.engine.background import BackgroundTask
+from rollway.engine.incoming import BackgroundTask
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader, differences, read_headers, refuse_differences
 from rollway.weights.digest.checksums import dtype_name

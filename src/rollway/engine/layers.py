@@ -77,9 +77,7 @@ def list_changed_layers(model: torch.nn.Module) -> dict[str, str]:
 
 def explain_no_reload(model: torch.nn.Module) -> str:
     """Return why vLLM must not load this model a second time; "" if it may."""
-    if not _is_on_cpu(model):
-        return ""
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if _is_on_cpu(model) else ():
         has_experts = any(
             key.startswith("w13") for key, _ in module.named_parameters(recurse=False)
         )
@@ -93,15 +91,11 @@ def explain_no_reload(model: torch.nn.Module) -> str:
 
 def find_unpacked(model: torch.nn.Module) -> str:
     """Return a layer on CPU that vLLM's own reload does not pack, unlike `watch_loading`: experts,
-    or a packed layer that is tied to another; "" if there is none."""
-    if not _is_on_cpu(model):
-        return ""
-    changed = list_changed_layers(model)
-    tied: dict[int, str] = {}
-    for name, module in model.named_modules():
+    or one that is tied to another; "" if there is none."""
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules() if _is_on_cpu(model) else ():
         for key, parameter in module.named_parameters(recurse=False):
-            first = tied.setdefault(id(parameter), name)
-            if key.startswith("w13") or (first != name and changed.get(name) == PACKED):
+            if key.startswith("w13") or owners.setdefault(id(parameter), name) != name:
                 return str(name)
     return ""
 

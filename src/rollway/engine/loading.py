@@ -172,11 +172,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self, model: torch.nn.Module, headers: Mapping[str, TensorHeader]) -> None:
         super().__init__()
-        self._live: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        self._shapes: dict[str, Shape] = {}
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            self._live.setdefault(_get_storage(tensor), []).append((name, tensor))
-            self._shapes[name] = tuple(tensor.shape)
+        self._live = dict[str, torch.Tensor](model.named_parameters()) | dict(model.named_buffers())
+        self._by_storage: dict[int, list[str]] = {}
+        for name, tensor in self._live.items():
+            self._by_storage.setdefault(_get_storage(tensor), []).append(name)
         self.inputs = {
             name: torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
             for name, header in headers.items()
@@ -215,18 +214,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         if target.numel() == 0:
             return
         name, region = self._place(target)
-        if not name:
-            raise RuntimeError(f"{func} would change a tensor that is no parameter")
         if _is_zero_fill(func, args):
             self._copies.append(PlannedCopy(name, region))
-        elif func is not _ATEN.copy_.default:
+            return
+        if func is not _ATEN.copy_.default:
             self._refused[name] = f"its loader uses {func}"
-        else:
-            self._record_copy(name, region, target, args[1])
-
-    def _record_copy(
-        self, name: str, region: Region, target: torch.Tensor, source: torch.Tensor
-    ) -> None:
+            return
+        source: torch.Tensor = args[1]
         tensor = self._names.get(_get_storage(source))
         if tensor is None:
             self._refused[name] = "its loader computes values"
@@ -237,11 +231,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def _place(self, target: torch.Tensor) -> tuple[str, Region]:
         """Return the parameter or buffer that a view belongs to, and which elements it has."""
-        for name, live in self._live.get(_get_storage(target), []):
+        for name in self._by_storage.get(_get_storage(target), []):
+            live = self._live[name]
             region = Region.of(target, live.storage_offset())
             if 0 <= region.offset < live.numel() and target.dtype == live.dtype:
                 return name, region
-        return "", Region.of(target)
+        raise RuntimeError("it would change a tensor that is no parameter")
 
     def make_plan(self, changed: Mapping[str, str]) -> LoadPlan:
         """Return the plan of all parameters that are written completely and exactly once."""
@@ -252,7 +247,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             if copy.tensor in self._changed_inputs:
                 refused[copy.parameter] = f"its loader changes {copy.tensor}"
         for name, regions in written.items():
-            if fault := _find_fault(self._shapes[name], regions):
+            if fault := _find_fault(tuple(self._live[name].shape), regions):
                 refused.setdefault(name, fault)
         layers = {_get_layer(name): why for name, why in refused.items()} | dict(changed)
         return LoadPlan(

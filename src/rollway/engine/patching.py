@@ -20,7 +20,7 @@ from rollway.engine.fingerprint import Proof, list_non_finite
 from rollway.engine.incoming import Incoming
 from rollway.engine.loading import LoadPlan, PlannedCopy, Region
 from rollway.errors import WeightsError
-from rollway.weights.digest.checksums import integers
+from rollway.weights.digest.checksums import DTYPES, integers
 from rollway.weights.transports.base import ChangedElements, ChangedStep, Changes, Reader
 
 MOST_CHANGED = 8
@@ -225,10 +225,8 @@ def prepare_patch(incoming: Incoming, plan: LoadPlan, device: torch.device) -> t
         raise NoPatch("")  # this transport sends whole tensors
     if served is None:
         raise NoPatch("it is not known which version is served")
-    if incoming.draft is not None:
-        raise NoPatch("the draft model changes too")
-    if incoming.scales is not None:
-        raise NoPatch("the scales of the KV cache change too")
+    if incoming.draft is not None or incoming.scales is not None:
+        raise NoPatch("a draft model or scales of a KV cache change too")
     elements = {n: torch.Size(h.shape).numel() for n, h in incoming.headers.items()}
     patch = Patch(plan, incoming.model, elements)
     most = sum(elements.values()) // MOST_CHANGED
@@ -237,9 +235,13 @@ def prepare_patch(incoming: Incoming, plan: LoadPlan, device: torch.device) -> t
     if changes.refusal:
         raise NoPatch(changes.refusal)
     proof = Proof(incoming.model, incoming.reader.sums(incoming.offer))
-    unknown = proof.expect(incoming.headers)
-    if unknown:
-        raise NoPatch(f"{unknown} cannot be verified by a published sum")
+    no_data = (
+        (name, torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta"))
+        for name, header in incoming.headers.items()
+    )
+    for name, _ in proof.collect(no_data):
+        if name not in proof.by_sum and proof.target_of(name) is not None:
+            raise NoPatch(f"{name} cannot be verified by a published sum")
     proof.finish_collecting()
     # Steps count from the old bits. Sums tell whether somebody changed these since the last swap.
     if proof.measure(incoming.model) != served.fingerprints:

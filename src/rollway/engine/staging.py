@@ -30,10 +30,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from rollway.engine import memory
-from rollway.engine.background import BackgroundTask, release_frames
 from rollway.engine.companions import restore_scales
 from rollway.engine.fingerprint import Proof
-from rollway.engine.incoming import Incoming, measure, zero_pad_all
+from rollway.engine.incoming import BackgroundTask, Incoming, measure, release_frames, zero_pad_all
 from rollway.engine.layers import reload_layers, watch_loading
 from rollway.engine.loading import BatchedCopy, LoadPlan, find_plan
 from rollway.engine.memory import StagedTensors

@@ -26,11 +26,10 @@ import torch
 
 from rollway.engine import core, rpc, transferred
 from rollway.engine.adapters import get_adapters
-from rollway.engine.background import BackgroundTask
 from rollway.engine.companions import Draft, KvScales, restore_scales, split_headers
 from rollway.engine.fingerprint import Proof, Reduce
 from rollway.engine.foreign_senders import BROADCAST, PrimeRlBroadcastReader, find_rank
-from rollway.engine.incoming import Incoming, get_reader, warm_up
+from rollway.engine.incoming import BackgroundTask, Incoming, get_reader, warm_up
 from rollway.engine.layers import explain_no_reload, find_unpacked, watch_loading
 from rollway.engine.patching import set_served
 from rollway.engine.sleep_mode import describe_memory, prepare_sleep, refuse_sleeping

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.engine import memory
-from rollway.engine.background import BackgroundTask, use_own_stream
 from rollway.engine.fingerprint import fingerprint, read_fingerprints, start_fingerprint
+from rollway.engine.incoming import BackgroundTask, use_own_stream
 from rollway.engine.memory import StagedTensors
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Slices
