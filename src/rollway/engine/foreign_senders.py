@@ -124,8 +124,6 @@ class VerlBucketsReceiver(Reader):
                 contents = read_message(socket.recv(), BucketContents)
                 is_last = contents.is_last
                 for name, meta in contents.bucket_meta.items():
-                    if name in received:
-                        raise WeightsError(f"verl sent {name} twice.")
                     tensor = _view(memory, name, _read(meta, TensorPlace))
                     received[name] = TensorHeader(dtype_name(tensor), tuple(tensor.shape), "")
                     yield name, tensor

@@ -209,15 +209,17 @@ def test_an_adapter_dropped_while_it_is_received_leaves_nothing(
 ) -> None:
     """Also where it is received again meanwhile: one after the other, into the same directory."""
     pytest.importorskip("vllm")
-    may_read, readings = threading.Semaphore(0), list[int]()
+    may_read = [threading.Event(), threading.Event()]
+    readings: list[int] = []
 
     class Slow:
         def headers(self, offer: Offer) -> dict[str, TensorHeader]:
             return headers(q_proj())
 
         def tensors(self, offer: Offer) -> Iterator[tuple[str, torch.Tensor]]:
-            readings.append(len(readings))
-            assert may_read.acquire(timeout=30)
+            number = len(readings)
+            readings.append(number)
+            assert may_read[number].wait(30)
             yield from q_proj().items()
 
     monkeypatch.setattr(engine, "get_reader", lambda offer, kept: Slow())
@@ -227,13 +229,12 @@ def test_an_adapter_dropped_while_it_is_received_leaves_nothing(
     adapters.receive(offer, "")
     wait_until(lambda: readings == [0], 30)
     adapters.discard("style@1")
+    may_read[1].set()
     adapters.receive(offer, "")
-    may_read.release()
-    wait_until(lambda: readings == [0, 1], 30)
-    assert not directory.exists()
-    may_read.release()
+    threading.Timer(0.3, may_read[0].set).start()
     wait_until(lambda: is_ready(adapters, "style@1"), 30)
-    assert directory.is_dir()
+    wait_until(lambda: not any(t.name == "rollway-background" for t in threading.enumerate()), 30)
+    assert readings == [0, 1] and directory.is_dir()
 
 
 def test_a_version_names_one_set_of_weights() -> None:

@@ -158,6 +158,14 @@ def test_fingerprints_add_up_over_any_split_and_order(
     assert fingerprint(padded) == fingerprint(tensor)
 
 
+def test_changes_that_keep_the_sum_of_few_bits_are_seen() -> None:
+    """Elements of parameters whose rows are no whole words, for example a bias of three numbers."""
+    for dtype in (torch.int8, torch.bfloat16):
+        bits = torch.tensor([3, 5, 9], dtype=torch.int8 if dtype == torch.int8 else torch.int16)
+        moved = bits + torch.tensor([1, -1, 0], dtype=bits.dtype)
+        assert fingerprint(bits.view(dtype)) != fingerprint(moved.view(dtype))
+
+
 # --- several ranks -------------------------------------------------------------------------------
 
 RANKS = 4
@@ -272,6 +280,17 @@ def test_a_part_loaded_at_another_offset_is_reported() -> None:
     (proof,) = watch([model], tensors, "parts")
     with pytest.raises(RuntimeError, match=r"1 of 3 .*attn\.qkv_proj\.weight"):
         proof.check(model, lambda local: local)
+
+
+def test_a_part_that_another_rank_holds_is_reported() -> None:
+    """The sum over the ranks is then the one of this rank's part."""
+    tensors = make_rank_checkpoint(1)
+    right = Rank(tensors, 0)
+    wrong = Rank({**tensors, "attn.k_proj.weight": torch.zeros(4, HIDDEN)}, 0)
+    proofs = watch([right, wrong], tensors, "parts")[0], watch([wrong], tensors, "parts")[0]
+    sums = [total for _, total in sorted(proofs[0].check(right).items())]
+    with pytest.raises(RuntimeError, match=r"1 of 3 .*attn\.qkv_proj\.weight"):
+        proofs[1].check(wrong, lambda _: torch.tensor(sums))
 
 
 def test_mixing_parts_and_whole_tensors_of_one_parameter_is_refused() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -132,6 +135,22 @@ def test_an_error_keeps_no_memory() -> None:
     task = BackgroundTask("a test", fail)
     assert str(task.exception(10)) == "no" and task.has_failed
     assert kept[0]() is None
+
+
+def test_a_task_notifies_everybody_who_asked_also_late() -> None:
+    may_end = threading.Event()
+    task = BackgroundTask("a test", lambda: may_end.wait(30) or None)
+    with socket.socket(socket.AF_UNIX) as server:
+        name = f"rollway/test/{os.getpid()}"
+        server.bind(f"\0{name}")
+        server.listen()
+        server.settimeout(30)
+        for asks in (lambda: may_end.set(), lambda: task.exception(30)):
+            task.notify_when_done(name)
+            asks()
+            server.accept()[0].close()
+    task.notify_when_done("")
+    task.notify_when_done(f"{name}/nobody")
 
 
 def test_the_cpu_has_no_streams() -> None:

@@ -172,6 +172,8 @@ def test_a_trainer_that_is_gone_is_noticed_at_once_and_another_group_can_form(pe
     with pytest.raises(WeightsError):
         receive(reader, stage_offer(group, 1))
     assert "error" in peer.answer()
+    with pytest.raises(WeightsError, match="the last broadcast broke off"):
+        receive(reader, stage_offer(group, 2))
     assert time.monotonic() - began < 10
     with CollectiveSender("127.0.0.1", 0, 2, 20) as second:
         group = form(second, reader, peer)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rollway.engine.foreign_senders import BucketContents, VerlBucketsReceiver, read_message
+from rollway.engine.foreign_senders import Bucket, BucketContents, VerlBucketsReceiver, read_message
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Offer
 from rollway.weights.untrusted import read_pickle
@@ -201,6 +201,16 @@ def test_a_tensor_must_be_inside_its_bucket(
 def test_a_bucket_must_be_one_of_verls(sender: Sender, message: Any, cause: str) -> None:
     with pytest.raises(WeightsError, match=cause):
         receive(sender, lambda: sender.send_message(message))
+
+
+def test_sockets_and_buckets_of_another_user_are_refused(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: sender.path.stat().st_uid + 1)
+    with pytest.raises(WeightsError, match="not a socket of this user"):
+        receive(sender, lambda: None, seconds=0.3)
+    with pytest.raises(WeightsError, match="belongs to another user"):
+        VerlBucketsReceiver(sender.directory)._map(Bucket("verl_weights_1", SIZE))
 
 
 def test_waiting_for_a_sender_has_a_limit(sender: Sender) -> None:
