@@ -40,19 +40,12 @@ def _print_plan(receivers: dict[str, dict[str, Any]]) -> None:
             decimal(part["bytes_needed"]),
             decimal(part["bytes_moved"]),
             str(part["descriptors"]),
-            _describe_sources(part["bytes_by_source"].values()),
+            str(len(part["bytes_by_source"])),
             f"{part['estimated_seconds']:.3g} s",
         )
         for name, part in receivers.items()
     )
     print_table(("receiver", "needed", "moved", "descriptors", "sources", "about"), rows)
-
-
-def _describe_sources(sizes: Any) -> str:
-    """Return how many sources there are, and how many bytes each sends."""
-    low, high = min(sizes), max(sizes)
-    size = decimal(high) if low == high else f"{decimal(low)} to {decimal(high)}"
-    return f"{len(sizes)}, each {size}"
 
 
 def _speed(text: str) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -52,7 +52,7 @@ class FileDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The size and the SHA-256 of a file, as `STABLE` has them."""
 
     size: int
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    sha256: str
 
 
 FileDigests = dict[str, FileDigest]  # By file name

@@ -76,7 +76,7 @@ def test_a_plan_is_shown_as_a_table(config: Path, capsys: pytest.CaptureFixture[
     words = ["--source", "megatron:ep=2", "--target", "vllm:tp=2", "--wire", "5"]
     assert main(["weights", "plan", "--model", str(config), *words]) == 0
     shown = capsys.readouterr().out
-    assert "rank1" in shown and "2, each" in shown
+    assert "rank1" in shown and "descriptors" in shown
 
 
 def test_a_checkpoint_is_planned_by_its_weight_files(
