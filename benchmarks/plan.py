@@ -12,16 +12,15 @@ import argparse
 import math
 import resource
 import time
+from collections import Counter
 from typing import Any
 
 from benchmarks import round_floats
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.geometry import Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.megatron.pieces import MegatronModel
-from rollway.weights.planning.plan import plan
-from rollway.weights.planning.scenario import describe, hf_headers
-from rollway.weights.planning.sources import megatron_sources
-from rollway.weights.planning.targets import engine_ranks, engine_targets
+from rollway.weights.planning.scenario import describe, divide, hf_headers, plan, publish_shards
+from rollway.weights.planning.targets import engine_ranks
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
@@ -73,19 +72,21 @@ def measure(
     """Plan from a Megatron trainer of this topology to one vLLM engine of `tp` ranks."""
     headers = hf_headers(config)
     began = time.monotonic()
-    names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+    names = NameMap.from_hf_config(config)
     model = describe(headers, names, topology)
-    sources = megatron_sources(model)
+    published = publish_shards(model)
     layout_seconds = time.monotonic() - began
-    receivers = [f"engine{rank}" for rank in range(tp)]
     seconds, cpu_seconds = [], []
     for _ in range(repeats):
         began, cpu_began = time.monotonic(), time.process_time()
-        result = plan(sources, receivers, engine_targets(engine_ranks(config, tp), headers))
+        divided = divide(published, headers, tp)
+        totals = [plan(divided, headers, rank) for rank in engine_ranks(config, tp)]
         seconds.append(time.monotonic() - began)
         cpu_seconds.append(time.process_time() - cpu_began)
-    total = result.total
-    busiest = max(total.sources.values())
+    sources: Counter[str] = Counter()
+    for total in totals:
+        sources.update(total.sources)
+    needed = sum(total.needed for total in totals)
     return {
         "seconds": min(seconds),
         "cpu_seconds": min(cpu_seconds),
@@ -93,15 +94,13 @@ def measure(
         "megatron_tensors": _count_tensors(model),
         "hf_tensors": len(headers),
         "parameters": sum(math.prod(header.shape) for header in headers.values()),
-        "sources": len(sources),
+        "sources": len(model.ranks),
         "receivers": tp,
-        "recipes": len(result.recipes),
-        "bytes_needed": total.needed,
-        "bytes_ratio": total.ratio,
-        "descriptors": total.descriptors,
-        "bytes_by_method": dict(total.methods),
+        "bytes_needed": needed,
+        "bytes_ratio": sources.total() / needed,
+        "descriptors": sum(total.reads for total in totals),
         # Against the mean of the sources that send any bytes.
-        "busiest_source": busiest * len(total.sources) / total.moved,
+        "busiest_source": max(sources.values()) * len(sources) / sources.total(),
     }
 
 

@@ -255,9 +255,7 @@ def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
         "files": _Case(lambda version, state: files.publish(version, state.items())),
         "shm": _Case(lambda version, _: adopted.publish(version), before=step),
         "shm_copied": _Case(lambda version, state: shm.publish(version, state.items())),
-        "collective": _Case(
-            lambda version, state: collective.publish(version, state.items(), receivers=1)
-        ),
+        "collective": _Case(lambda version, state: collective.publish(version, state.items())),
         "delta": _Case(
             lambda version, state: deltas.publish(version, state.items()),
             turns=(0, 2),

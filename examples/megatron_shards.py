@@ -1,7 +1,7 @@
 """Publish from every rank of a Megatron-Core trainer. Nothing is gathered: each rank publishes what
 it holds, and the workers put the shards together. On every rank, under torchrun:
 
-    names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+    names = NameMap.from_hf_config(config)
     with rollway.attach("my-stack", watch=False) as stack, stack.publisher("shm") as weights:
         for step in range(1, steps):
             train()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.untrusted import StoredTensor, read_weight_file
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=weight)\d+$|(?<=bias)\d+$")
+_CHUNK = 16 << 20
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """numpy's dtype names. numpy has no BF16; it is the upper half of an F32."""
 
@@ -53,12 +55,20 @@ def compare(first: Path, second: Path) -> list[str]:
 def _compare_tensors(old: StoredTensor, new: StoredTensor) -> str:
     size = ELEMENT_BYTES.get(old.dtype, 1)
     count, largest = 0, 0.0
-    for mine, theirs in zip(old.chunks(), new.chunks(), strict=True):
+    for mine, theirs in zip(_read_chunks(old), _read_chunks(new), strict=True):
         if mine != theirs:
             elements, distance = _compare_chunks(mine, theirs, old.dtype, size)
             count, largest = count + elements, max(largest, distance)
     distance_text = f", by {largest:.6g} at most" if old.dtype in _FLOATS else ""
     return f"{count} of {old.size // size} elements differ{distance_text}" if count else ""
+
+
+def _read_chunks(tensor: StoredTensor) -> Iterator[bytes]:
+    """Yield the bytes in chunks that end at the end of an element."""
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        for at in range(0, tensor.size, _CHUNK):
+            yield file.read(min(_CHUNK, tensor.size - at))
 
 
 def _compare_chunks(mine: bytes, theirs: bytes, dtype: str, size: int) -> tuple[int, float]:

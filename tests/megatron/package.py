@@ -1,4 +1,4 @@
-"""megatron-core, installed apart from everything; torch is the one of the tests."""
+"""megatron-core and megatron-bridge, installed apart; torch is the one of the tests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 
 from rollway.stack.preset import cache_dir
 
-MEGATRON = "0.16.1"
+VERSIONS = {"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}
 SECONDS = 600.0
 
 
-def install_megatron() -> Path:
+def install_megatron(package: str = "megatron-core") -> Path:
     """Return the directory to put on the path; skip the test where it cannot be installed."""
-    directory = cache_dir() / f"megatron-core-{MEGATRON}"
+    version = VERSIONS[package]
+    directory = cache_dir() / f"{package}-{version}"
     if directory.is_dir():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -25,11 +26,11 @@ def install_megatron() -> Path:
         making = Path(scratch, "made")
         command = [
             *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-cache-dir"),
-            *("--only-binary", ":all:", "--target", str(making), f"megatron-core=={MEGATRON}"),
+            *("--only-binary", ":all:", "--target", str(making), f"{package}=={version}"),
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode:
-            pytest.skip(f"megatron-core cannot be installed here: {done.stderr.strip()[-500:]}")
+            pytest.skip(f"{package} cannot be installed here: {done.stderr.strip()[-500:]}")
         if not directory.is_dir():  # another run may have been faster
             making.rename(directory)
     return directory

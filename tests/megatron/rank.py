@@ -47,7 +47,7 @@ def main(job: Path, rank: int) -> None:
     config = json.loads((job / "config.json").read_text())
     model = Wrapper(Wrapper(build_model(asked, config)))  # as DDP and Float16Module do
     geometry = ModelGeometry.from_hf_config(config)
-    layout, tensors = read_rank(model, NameMap(config["model_type"], geometry))
+    layout, tensors = read_rank(model, NameMap.from_hf_config(config))
     layouts: list[Any] = [None] * asked["world"]
     torch.distributed.all_gather_object(layouts, layout)
     whole = MegatronModel(geometry, dict(enumerate(layouts)))

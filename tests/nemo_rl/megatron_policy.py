@@ -67,7 +67,7 @@ class MegatronRank(MegatronShardPublishing, Rank):
         options = {**sizes, "padded_vocab": hf["vocab_size"], "rotary_base": theta}
         model = Wrapper(Wrapper(build_model(options, hf)))
         geometry = ModelGeometry.from_hf_config(hf)
-        layout, tensors = read_rank(model, NameMap(hf["model_type"], geometry))
+        layout, tensors = read_rank(model, NameMap.from_hf_config(hf))
         layouts: list[Any] = [None] * world
         torch.distributed.all_gather_object(layouts, layout)
         whole = MegatronModel(geometry, dict(enumerate(layouts)))

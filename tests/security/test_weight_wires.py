@@ -19,7 +19,7 @@ from rollway.errors import RollwayError, UsageError, WeightsError
 from rollway.signed_calls import Verifier
 from rollway.weights.layout import Box, check_covered
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
-from rollway.weights.transports import collective_store
+from rollway.weights.transports import collective
 from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
 from rollway.weights.transports.delta.versions import (
     DELTA,
@@ -28,17 +28,17 @@ from rollway.weights.transports.delta.versions import (
     DeltaManifest,
     DeltaVersions,
 )
+from rollway.weights.transports.nixl import catalog
 from rollway.weights.transports.nixl.catalog import (
     ORDER_HEADER,
     Answer,
+    Catalog,
     CatalogServer,
-    HttpCatalog,
-    Listing,
     check_bytes,
     read_order,
     sign_bytes,
 )
-from rollway.weights.transports.nixl.listing import read_layout
+from rollway.weights.transports.nixl.listing import Listing, SourceMemory, read_group
 from rollway.weights.transports.nixl.modelexpress import open_catalog
 from rollway.weights.transports.shm import ShmPublisher, ShmReader, group_by_tensor
 from tests.unit.weights.deltas import write_manifest
@@ -273,13 +273,14 @@ def test_an_offer_with_missing_deltas(where: dict[str, Any]) -> None:
     "piece",
     [("x", (0,), (4,), (0,), False), ("x", (0,), (2,), (1,), False),
      ("x", (0,), (2,), (0, 0), False), ("x", (0,), (2,), (0,), True),
-     ("x", (0, 0), (2, 1), (0, 0), False)],
-    ids=range(5),
+     ("x", (0, 0), (2, 1), (0, 0), False), ("x", (0,), (1,), (0,), False)],
+    ids=range(6),
 )  # fmt: skip
-def test_a_piece_outside_of_its_tensor(piece: Any) -> None:
-    raw = msgspec.msgpack.encode([Entry("a", "F32", (2,), 0, 8, boxes=(PlacedBox(*piece),))])
-    with pytest.raises(WeightsError, match=r"x is outside of a|x cannot be stored in a"):
-        read_layout(raw)
+def test_a_piece_unlike_its_bytes(piece: Any) -> None:
+    pieces = [Entry("a", "F32", (2,), 0, 8, boxes=(PlacedBox(*piece),))]
+    raw = msgspec.msgpack.encode(SourceMemory(b"agent", "DRAM", 0, "none", pieces))
+    with pytest.raises(WeightsError, match=r"x is outside of a|x cannot be stored in a|no piece"):
+        read_group([Listing(1, "s", 0, 1, "trainer", raw)])
 
 
 @pytest.mark.timeout(60)
@@ -294,9 +295,9 @@ def test_a_malformed_rendezvous(change: dict[str, Any]) -> None:
         "host": "127.0.0.1", "port": 9, "receivers": 1, "backend": "gloo", "bucket_bytes": 1,
         "init_seconds": 1.0, "step_seconds": 1.0, "manifest_parts": 1, "prefix": "12345678",
     }  # fmt: skip
-    collective_store.read_location(Offer("collective", 1, "12345678", 0, where))
+    collective.read_location(Offer("collective", 1, "12345678", 0, where))
     with pytest.raises(WeightsError, match="names no rendezvous"):
-        collective_store.read_location(Offer("collective", 1, "12345678", 0, where | change))
+        collective.read_location(Offer("collective", 1, "12345678", 0, where | change))
 
 
 class HostileStore:
@@ -318,20 +319,20 @@ class HostileStore:
 def test_a_list_in_the_store_that_never_ends() -> None:
     """Parts of 8 MiB where 4 are expected: no more is read than a list may have."""
     store = HostileStore(bytes(8 << 20))
-    where = collective_store.Location(
+    where = collective.Location(
         host="h", port=1, receivers=1, backend="gloo", bucket_bytes=1, init_seconds=1.0,
         step_seconds=1.0, manifest_parts=64, prefix="12345678",
     )  # fmt: skip
     with pytest.raises(WeightsError, match="too long"):
-        collective_store.fetch_manifest(store, where, Offer("collective", 1, "12345678", 0, {}))
+        collective.fetch_manifest(store, where, Offer("collective", 1, "12345678", 0, {}))
     assert store.reads <= 33
 
 
 def test_a_reason_to_stop_of_megabytes() -> None:
-    side = collective_store.ReceiverSide.__new__(collective_store.ReceiverSide)
-    side._store, side._offer = HostileStore(b"x" * (8 << 20)), Offer("shm", 1, "1" * 8, 0, {})
+    rendezvous = collective.Rendezvous.__new__(collective.Rendezvous)
+    rendezvous.store, rendezvous._watch = HostileStore(b"x" * (8 << 20)), lambda: None
     with pytest.raises(WeightsError) as caught:
-        side.check()
+        rendezvous.check()
     assert len(str(caught.value)) <= 500
 
 
@@ -342,7 +343,7 @@ def test_a_catalog_request_whose_order_is_no_text() -> None:
         for order in (b"\xff\xfe", b"[" * 5000, b"{}", b'{"mac":"\xff"}', b'"\\ud800"'):
             with socket.create_connection((host, int(port)), 10) as line:
                 headers = f"{ORDER_HEADER}: ".encode() + order + b"\r\n"
-                line.sendall(b"POST /v1/leave HTTP/1.1\r\nHost: x\r\n" + headers)
+                line.sendall(b"POST /v1/end_turn HTTP/1.1\r\nHost: x\r\n" + headers)
                 line.sendall(b"Content-Length: 0\r\n\r\n")
                 answer = http.client.HTTPResponse(line)
                 answer.begin()
@@ -360,7 +361,7 @@ def test_an_invalid_catalog_call() -> None:
             raw, number = response.read(), json.loads(headers[ORDER_HEADER])["number"]
             theirs = dict(response.headers)
             check_bytes(raw, read_order(Verifier("s"), f"answer {number}", theirs)[0])
-            assert "no call to a catalog" in msgspec.msgpack.decode(raw, type=Answer).message
+            assert "no call to a catalog" in msgspec.msgpack.decode(raw, type=Answer).error
             line.close()
 
 
@@ -369,17 +370,18 @@ def test_an_invalid_catalog_call() -> None:
 def test_a_catalog_that_answers_nonsense(body: bytes) -> None:
     sealed = Answering(lambda number: (body, sign_bytes("s", f"answer {number}", body)))
     with sealed as url, pytest.raises(WeightsError, match="cannot be read"):
-        HttpCatalog(url, secret="s").list_receivers(1)
+        Catalog(url, secret="s").end_turn("r")
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("part", ["head", "body"])
-def test_a_catalog_that_answers_byte_by_byte(part: str) -> None:
+def test_a_catalog_that_answers_byte_by_byte(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline counts for the whole answer, and not for each byte: all of this one would
     take minutes."""
+    monkeypatch.setattr(catalog, "_CALL_SECONDS", 0.5)
     slow = Answering(lambda _: (b"x" * 4000, {}), slow=part)
     with slow as url, pytest.raises(WeightsError, match="no answer within"):
-        HttpCatalog(url, secret="s", timeout=0.5).list_receivers(1)
+        Catalog(url, secret="s").end_turn("r")
 
 
 class Answering:
@@ -423,11 +425,11 @@ class Answering:
 @pytest.mark.parametrize("url", ["http://[", "http://h:99999", "ftp://h", "http://", "x" * 5000])
 def test_an_offer_with_an_unreachable_catalog(url: str) -> None:
     with pytest.raises(RollwayError):
-        open_catalog({"catalog": url}, secret="s")
+        open_catalog({"catalog": url}, secret="s").end_turn("r")
 
 
-def test_a_listing_of_a_rank_beyond_all_bounds() -> None:
-    for change in ({"rank": 1 << 16}, {"world": 10**9}, {"version": 2**60}, {"source": "x" * 300}):
+def test_a_listing_of_impossible_numbers() -> None:
+    for change in ({"rank": -1}, {"world": 2**60}, {"version": 2**60}, {"source": "x" * 300}):
         plain: dict[str, Any] = {
             "version": 1, "source": "s", "rank": 0, "world": 1, "role": "trainer", "body": b"",
         }  # fmt: skip

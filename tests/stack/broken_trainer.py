@@ -25,15 +25,12 @@ class HalfChannel:
         assert sender._group is not None
         self._group, self._left = sender._group, messages
 
-    def post(self, flat: Tensor) -> None:
+    def broadcast(self, flat: Tensor) -> None:
         if self._left == 0:
             print("half", flush=True)
             signal.pause()
         self._left -= 1
-        self._group.post(flat)
-
-    def finish(self) -> None:
-        self._group.finish()
+        self._group.broadcast(flat)
 
 
 def main() -> None:

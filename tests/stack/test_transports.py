@@ -87,7 +87,8 @@ def test_a_broadcast(
     with CollectivePublisher() as publisher:
         for policy in (policies[1], policies[2]):
             version = next(versions)
-            offer = publisher.publish(version, tensors(policy).items(), receivers=2)
+            publisher.expect(2)
+            offer = publisher.publish(version, tensors(policy).items())
             vllm_stack.refit(version, offer)
             publisher.wait(version, 10.0)
             assert_serves(vllm_stack, policy, version)

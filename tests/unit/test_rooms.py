@@ -57,7 +57,7 @@ BUDGET = {
     "rollout": (11, 1_820),
     "stack": (16, 3_460),
     "stack/ray": (10, 1_950),
-    "weights": (54, 10_190),
+    "weights": (48, 8_740),
 }
 """The most modules and lines of each package: what it has, as long as that is more than the plan of
 the code gives it. A package may shrink, and not grow; a new one needs an entry."""

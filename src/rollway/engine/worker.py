@@ -15,22 +15,19 @@ be signed by the stack, and only the methods that `engine/rpc.py` lists are run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rollway.engine import core, incoming, rpc, transferred
+from rollway.engine import core, rpc, transferred
 from rollway.engine.adapters import get_adapters
-from rollway.engine.background import BackgroundTask
-from rollway.engine.drafts import Draft, split_draft
-from rollway.engine.fingerprint import Proof
-from rollway.engine.incoming import Incoming, get_reader
-from rollway.engine.kv_scales import KvScales, split_scales
+from rollway.engine.companions import Draft, KvScales, split_headers
+from rollway.engine.fingerprint import Proof, Reduce
+from rollway.engine.foreign_senders import BROADCAST, PrimeRlBroadcastReader, find_rank
+from rollway.engine.incoming import BackgroundTask, Incoming, get_reader, warm_up
 from rollway.engine.layers import explain_no_reload, find_unpacked
-from rollway.engine.memory import HostBuffers
-from rollway.engine.prime_rl_broadcast import BROADCAST, PrimeRlBroadcastReader, find_rank
 from rollway.engine.sleep_mode import describe_memory, prepare_sleep, refuse_sleeping
 from rollway.engine.staging import Staging
 from rollway.signed_calls import keep_secret
@@ -65,42 +62,33 @@ class WorkerExtension:
         refuse_sleeping(_get_model(self))
         _refuse_unloadable(_get_model(self))
         earlier = _get_staging(self)
-        if earlier is not None and earlier.offer == weights and not earlier.has_failed:
-            earlier.notify_when_done(tell)
+        if earlier is not None and earlier.offer == weights and not earlier.task.has_failed:
+            earlier.task.notify_when_done(tell)
             return
         if earlier is not None:
             earlier.discard()
-        if not hasattr(self, "_rollway_receivers"):
-            self._rollway_receivers: dict[str, Reader] = {}
-        reader = get_reader(weights, self._rollway_receivers)
+        reader = get_reader(weights, _get_readers(self))
         reader.rank = self.rank  # type: ignore[attr-defined]
-        headers, scales = split_scales(reader.headers(weights))
-        new, draft = split_draft(headers)
+        new, draft, scales = split_headers(reader.headers(weights))
         from_files = weights.transport == "files"
         facts = (from_files, frozenset(new))
         if getattr(self, "_rollway_verifiable", None) != facts:  # it takes a while, every time
             _refuse_unverifiable(self, new, "rollway_stage", from_files=from_files)
             self._rollway_verifiable = facts
-        ranks, reduced = _find_ranks()
         policy_draft = Draft(self, draft, allow_cast) if draft else None
         cache = KvScales(self, scales) if scales else None
-        staging = Staging(
-            Incoming(self, reader, weights, new, ranks, reduced, policy_draft, cache),
-            _read_served_headers(self),
-            _get_host_buffers(self),
-            allow_cast=allow_cast,
-        )
-        staging.start()
-        staging.notify_when_done(tell)
+        reduced = _find_reduction()
+        incoming = Incoming(self, reader, weights, new, reduced, policy_draft, cache)
+        host = self.__dict__.setdefault("_rollway_host", [])
+        staging = Staging(incoming, _read_served_headers(self), host, allow_cast=allow_cast)
+        staging.task.notify_when_done(tell)
         self._rollway_staging: Staging | None = staging
 
     def rollway_staging(self, identity: str) -> dict[str, Any]:
         """Return how far the staging of these weights is; never raise."""
         staging = _get_staging(self)
         if staging is None or staging.offer.identity != identity:
-            error = f"weights {identity} are not staged here"
-            nothing = {"strategy": "", "reason": "", "seconds": {}, "bytes": 0}
-            return {"state": "failed", "error": error} | nothing
+            return {"state": "failed", "error": f"weights {identity} are not staged here"}
         return staging.report()
 
     def rollway_label(self, label: int | None) -> bool:
@@ -169,7 +157,7 @@ class WorkerExtension:
 def start_warm_up(worker: Any) -> None:
     """Prepare for the first refit in the background; an error only means that it will be slower."""
     device = next(_get_model(worker).parameters()).device
-    worker._rollway_warm_up = BackgroundTask("the warm-up", incoming.warm_up, device)
+    worker._rollway_warm_up = BackgroundTask("the warm-up", warm_up, device)
 
 
 def _get_staging(worker: Any) -> Staging | None:
@@ -178,9 +166,7 @@ def _get_staging(worker: Any) -> Staging | None:
 
 def _get_broadcast_reader(worker: Any) -> PrimeRlBroadcastReader:
     """Return the reader that holds this rank's place in the group of prime-rl's trainer."""
-    if not hasattr(worker, "_rollway_receivers"):
-        worker._rollway_receivers = {}
-    readers: dict[str, Reader] = worker._rollway_receivers
+    readers = _get_readers(worker)
     if BROADCAST not in readers:
         served = _read_served_headers(worker)
         if served is None:
@@ -196,11 +182,10 @@ def _get_broadcast_reader(worker: Any) -> PrimeRlBroadcastReader:
     return reader
 
 
-def _get_host_buffers(worker: Any) -> HostBuffers:
-    if not hasattr(worker, "_rollway_host_buffers"):
-        worker._rollway_host_buffers = HostBuffers()
-    buffers: HostBuffers = worker._rollway_host_buffers
-    return buffers
+def _get_readers(worker: Any) -> dict[str, Reader]:
+    """Return the readers that this worker has opened, by transport."""
+    readers: dict[str, Reader] = worker.__dict__.setdefault("_rollway_readers", {})
+    return readers
 
 
 def _find_staged(worker: Any, identity: str) -> Staging:
@@ -275,8 +260,8 @@ def _refuse_unloadable(model: torch.nn.Module) -> None:
         raise RuntimeError(why_not)
 
 
-def _find_ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the number of ranks that divide parameters, and a function that sums over them."""
+def _find_reduction() -> Reduce:
+    """Return a function that sums over the ranks that divide parameters."""
     from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 
     def total(local: torch.Tensor) -> torch.Tensor:
@@ -284,8 +269,7 @@ def _find_ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
         torch.distributed.all_reduce(whole, group=get_tp_group().device_group)
         return whole
 
-    ranks = get_tensor_model_parallel_world_size()
-    return ranks, torch.clone if ranks == 1 else total
+    return torch.clone if get_tensor_model_parallel_world_size() == 1 else total
 
 
 if rpc.in_worker_process():

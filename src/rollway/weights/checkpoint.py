@@ -13,13 +13,14 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rollway.errors import UsageError
 from rollway.weights import leftovers
@@ -44,19 +45,26 @@ _MAX_INDEX = _MAX_STABLE = 128 << 20
 _MAX_CONFIG = 16 << 20
 # Parameters of transformers 5 for all experts of a layer.
 _JOINED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _WRITE_AGAIN, _LET_READ = "Write the checkpoint again.", "Let this user read it."
 
-FileDigests = dict[str, dict[str, Any]]  # Size and SHA-256 by file name, as `STABLE` has them
+
+class FileDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The size and the SHA-256 of a file, as `STABLE` has them."""
+
+    size: int
+    sha256: str
+
+
+FileDigests = dict[str, FileDigest]  # By file name
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """Dtype and shape of a tensor, and the weight file that contains it."""
+    """Dtype and shape of a tensor, and the weight file that contains it, if one does."""
 
     dtype: str
     shape: tuple[int, ...]
-    file: str
+    file: str = ""
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -109,7 +117,7 @@ def publish_checkpoint(
         # The order must not change: STABLE says that all files are on disk, the rename that
         # STABLE is.
         stable = scratch / STABLE
-        record: dict[str, Any] = {"files": digests.result()}
+        record: dict[str, Any] = {"files": msgspec.to_builtins(digests.result())}
         if word_sums:
             record["words"] = {name: f"{total:016x}" for name, total in word_sums.items()}
         stable.write_text(json.dumps(record, indent=1))
@@ -316,9 +324,8 @@ def _read_stable(directory: Path) -> FileDigests | None:
         fields = parse_json(raw)
         if not isinstance(fields, dict) or "files" not in fields:
             return None
-        if not isinstance(fields["files"], dict):
-            raise ValueError("its list of files is not an object")
-        return {check_file_name(name): _check_digest(f) for name, f in fields["files"].items()}
+        files = msgspec.convert(fields["files"], FileDigests)
+        return {check_file_name(name): digest for name, digest in files.items()}
 
 
 def read_word_sums(directory: Path) -> dict[str, int]:
@@ -337,19 +344,6 @@ def has_word_sums(directory: Path) -> bool:
     """Return whether the publisher recorded a checksum of every tensor."""
     sums = read_word_sums(directory)
     return bool(sums) and sums.keys() == read_headers(directory).keys()
-
-
-def _check_digest(fields: Any) -> dict[str, Any]:
-    """Return the size and SHA-256 of one file if they are well-formed."""
-    if (
-        not isinstance(fields, dict)
-        or fields.keys() != {"size", "sha256"}
-        or type(fields["size"]) is not int
-        or not isinstance(fields["sha256"], str)
-        or not _SHA256.fullmatch(fields["sha256"])
-    ):
-        raise ValueError("a file has no size or no SHA-256")
-    return fields
 
 
 def _check_digests(directory: Path, recorded: FileDigests) -> None:
@@ -374,10 +368,10 @@ def _check_digests(directory: Path, recorded: FileDigests) -> None:
 def _digest_files(files: Sequence[Path]) -> FileDigests:
     """Return size and SHA-256 of each file; threads help, since hashing releases the GIL."""
 
-    def digest(path: Path) -> dict[str, Any]:
+    def digest(path: Path) -> FileDigest:
         with open_plain(path) as handle, os.fdopen(handle, "rb", closefd=False) as file:
             size = os.fstat(handle).st_size
-            return {"size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            return FileDigest(size, hashlib.file_digest(file, "sha256").hexdigest())
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         return dict(zip((path.name for path in files), pool.map(digest, files), strict=True))
@@ -387,7 +381,7 @@ def _identify(path: Path, tensors: dict[str, TensorHeader], recorded: FileDigest
     """Return an identity from recorded digests, or else from size and mtime of the files."""
     files = sorted({tensor.file for tensor in tensors.values()})
     if recorded is not None and all(name in recorded for name in files):
-        facts: list[Any] = [(name, recorded[name]["sha256"]) for name in files]
+        facts: list[Any] = [(name, recorded[name].sha256) for name in files]
     else:
         facts = [(name, *_stat(path / name)) for name in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """Describe where the elements of a sharded model are stored.
 
-A `Shard` is the part of one of its own tensors that a trainer's rank holds. A `Placed` box is a
-block of one tensor that is stored inside another one. Every layout a trainer can have (sharded,
-fused, interleaved, padded) is a list of placed boxes, so planning is the intersection of boxes.
+A `Shard` is the part of one of its own tensors that a trainer's rank holds. A `Piece` is a block of
+a Hugging Face tensor that is stored in it. Every layout that a trainer can have (sharded, fused,
+interleaved, padded) is a list of pieces, so to divide and to join tensors is to intersect boxes.
 
 Both ends of a transfer check that boxes cover a tensor exactly once. A missing element would be
 served from the version before; an element with two sources would depend on which of them was
@@ -112,85 +112,22 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A box of one tensor, and the position `at` where it starts in another tensor.
-
-    The other tensor may have more dimensions in front (experts are stacked there); the box is one
-    element thick in these. If `transposed`, its last two dimensions are swapped there."""
-
-    box: Box
-    at: Shape
-    transposed: bool = False
-    tensor: int = 0
-    """The number of the tensor that is meant, where a list has boxes of several tensors."""
-
-    @property
-    def extent(self) -> Shape:
-        """The shape that the box has in the other tensor."""
-        return self.destination.shape
-
-    @property
-    def destination(self) -> Box:
-        """The box that this one fills in the other tensor."""
-        shape = swap_last(self.box.shape) if self.transposed else self.box.shape
-        # A box that was cut out of a stack has more dimensions than its target, one thick.
-        extra = max(0, len(shape) - len(self.at))
-        return place_at(self.at, Box.whole(shape[extra:]))
-
-    def join(self, other: Placed) -> Placed | None:
-        """Return one box for both if `other` begins where this one ends, in both tensors."""
-        if self.tensor != other.tensor or self.transposed or other.transposed:
-            return None
-        step = [b - a for a, b in zip(self.box.start, other.box.start, strict=True)]
-        axes = [axis for axis, by in enumerate(step) if by]
-        if len(axes) != 1:
-            return None
-        axis, length = axes[0], self.box.shape[axes[0]]
-        from_end = axis - len(step)  # dimensions correspond to each other from the last one
-        if -from_end > len(self.at) or step[axis] != length:
-            return None
-        expected = list(self.at)
-        expected[from_end] += length
-        thin = self.box.narrow(axis, 0, 0)
-        if other.at != tuple(expected) or other.box.narrow(axis, 0, 0) != thin:
-            return None
-        return replace(self, box=Box(self.box.start, other.box.stop))
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of the Hugging Face tensor `name`, and where it starts in a rank's tensor `source`.
-
-    It is a `Placed` box with the names of both tensors."""
+    """A box of a Hugging Face tensor that is stored in one of a rank's own tensors."""
 
     name: str
+    shape: Shape  # The shape of the whole Hugging Face tensor
     box: Box
-    source: str
     at: Shape
+    """Where it starts in the rank's tensor."""
     transposed: bool = False
+    """Whether its two dimensions are swapped there."""
 
-
-def join_neighbours(boxes: Iterable[Placed]) -> list[Placed]:
-    """Join each box with the one before it in the list, if they are neighbours in both tensors."""
-    joined: list[Placed] = []
-    for box in boxes:
-        both = joined[-1].join(box) if joined else None
-        if both is None:
-            joined.append(box)
-        else:
-            joined[-1] = both
-    return joined
-
-
-def place_at(at: Shape, box: Box) -> Box:
-    """Move `box` by `at`; dimensions that it lacks are added in front, one element thick."""
-    missing = len(at) - len(box.start)
-    return Box((0,) * missing + box.start, (1,) * missing + box.stop).shift(at)
-
-
-def swap_last(shape: Shape) -> Shape:
-    """Return `shape` with its last two dimensions swapped."""
-    return (*shape[:-2], shape[-1], shape[-2])
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that selects it from the rank's tensor."""
+        extent = self.box.shape[::-1] if self.transposed else self.box.shape
+        return tuple(slice(a, a + n) for a, n in zip(self.at, extent, strict=True))
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _compute_mac(offer: Offer, secret: str) -> str:
 
 
 class PlacedBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A box of a Hugging Face tensor, and where it starts in a shard: `Placed`, for the wire."""
+    """A box of a Hugging Face tensor, and where it starts in a shard: a `Piece`, for the wire."""
 
     name: Text
     start: Dims

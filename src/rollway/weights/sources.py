@@ -4,10 +4,21 @@ Three kinds of trainers are supported: a plain module (also under DDP), a module
 are DTensors (FSDP2, tensor parallelism, or both), and Megatron-Core (`megatron.tensors`). A
 `HeldTensor` refers to the parameter's own memory: nothing is gathered or copied. If several ranks
 hold the same tensor, one of them publishes it.
+
+transformers 5 keeps the experts of a layer in one parameter. Engines load the names of the
+checkpoint, so a rank publishes its part of such a parameter as views of each expert's tensors:
+
+    experts.gate_up_proj [experts, 2 ffn, hidden]  ─►  experts.7.gate_proj.weight [ffn, hidden]
+                                                       experts.7.up_proj.weight   [ffn, hidden]
+    experts.down_proj    [experts, hidden, ffn]    ─►  experts.7.down_proj.weight [hidden, ffn]
+
+transformers knows how it joined them when it loaded one (`conversion_mapping`); families whose
+checkpoints have one tensor for all experts stay as they are.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +29,10 @@ from torch.distributed.tensor import DTensor
 
 from rollway.errors import UsageError
 from rollway.weights.digest.checksums import dtype_name
-from rollway.weights.fused_experts import Fused, find_fused, split_experts
 from rollway.weights.layout import Box, Piece, Shape, Shard, publishes
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_MERGE, _JOIN = "MergeModulelist", "Concatenate"  # How transformers joins the tensors of experts
 _PIPELINE = "pp"  # The dimension of pipeline stages in the meshes of torch, torchtitan and NeMo-RL
 
 
@@ -63,11 +74,11 @@ def from_module(
     for name, tensor in _list_tensors(module):
         if isinstance(tensor, DTensor):
             local = _describe_dtensor(name, tensor)
-            items += _name_as_checkpoint(local, fused) if local else []
+            items += name_as_checkpoint(local, fused) if local else []
         else:
-            _check_plain(name, tensor)
+            check_plain(name, tensor)
             whole = hold_whole(name, tensor, owned_here=publishes(name, index, count))
-            items += _name_as_checkpoint(whole, fused)
+            items += name_as_checkpoint(whole, fused)
     return items
 
 
@@ -149,14 +160,69 @@ def _describe_dtensor(name: str, tensor: DTensor) -> HeldTensor | None:
     return _describe(name, shape, box, local, publishes(name, index, count))
 
 
-def _name_as_checkpoint(item: HeldTensor, fused: list[Fused]) -> list[HeldTensor]:
-    """Return a tensor of all experts as views of each expert's, and any other as it is."""
-    shard = item.shard
-    parts = [
-        _describe(part.name, part.shape, part.box, item.tensor[part.within], item.owned_here)
-        for part in split_experts(shard.name, shard.shape, shard.box, fused)
+def find_fused(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the parameters of all experts that transformers joins for the models in a module.
+
+    Keys are how their names end, values what stands there in the names of the checkpoint; `*` is
+    the expert's number."""
+    configs = (getattr(inner, "config", None) for inner in module.modules())
+    families = {getattr(config, "model_type", None) for config in configs}
+    fused: dict[str, tuple[str, ...]] = {}
+    for family in sorted(family for family in families if isinstance(family, str)):
+        try:
+            mapping: Any = importlib.import_module("transformers.conversion_mapping")
+        except ImportError:  # before transformers 5, every expert has its own parameters
+            return {}
+        for converter in mapping.get_checkpoint_conversion_mapping(family) or []:
+            fused |= _read_converter(converter)
+    return fused
+
+
+def name_as_checkpoint(
+    item: HeldTensor, fused: Mapping[str, tuple[str, ...]]
+) -> Iterator[HeldTensor]:
+    """Yield a tensor of all experts as views of each expert's, and any other as it is."""
+    name, shape, box = item.shard.name, item.shard.shape, item.shard.box
+    suffix = next((each for each in fused if name.endswith(each)), None)
+    if suffix is None or len(shape) != 3:
+        yield item
+        return
+    prefix, parts = name.removesuffix(suffix), fused[suffix]
+    rows, columns = shape[1] // len(parts), (box.start[2], box.stop[2])
+    for expert in range(box.start[0], box.stop[0]):
+        for number, part in enumerate(parts):
+            # The part's own rows, as far as this box reaches.
+            first = max(box.start[1] - number * rows, 0)
+            last = min(box.stop[1] - number * rows, rows)
+            if first < last:
+                above = number * rows - box.start[1]
+                yield _describe(
+                    prefix + part.replace("*", str(expert)),
+                    (rows, shape[2]),
+                    Box((first, columns[0]), (last, columns[1])),
+                    item.tensor[expert - box.start[0], above + first : above + last],
+                    item.owned_here,
+                )
+
+
+def _read_converter(converter: Any) -> dict[str, tuple[str, ...]]:
+    """Return what a converter joins, if it joins whole tensors of experts by rows."""
+    steps = [
+        (type(step).__name__, getattr(step, "dim", None))
+        for step in getattr(converter, "operations", ())
     ]
-    return parts or [item]
+    sources = _list_patterns(converter.source_patterns)
+    targets = _list_patterns(converter.target_patterns)
+    expected = [(_MERGE, 0), (_JOIN, 1)] if len(sources) > 1 else [(_MERGE, 0)]
+    is_plain = all(name.replace("*", "").replace(".", "").isidentifier() for name in sources)
+    if steps != expected or len(targets) != 1 or not is_plain:
+        return {}
+    return {targets[0]: tuple(sources)}
+
+
+def _list_patterns(patterns: Any) -> list[str]:
+    several = [patterns] if isinstance(patterns, str) else list(patterns)
+    return [pattern.replace(r"\.", ".") for pattern in several]
 
 
 def _find_sibling(mesh: DeviceMesh) -> tuple[int, int]:
@@ -182,7 +248,7 @@ def _find_sibling(mesh: DeviceMesh) -> tuple[int, int]:
 
 def _describe(name: str, shape: Shape, box: Box, tensor: torch.Tensor, owned: bool) -> HeldTensor:
     shard = Shard(name, dtype_name(tensor), shape, box)
-    return HeldTensor(shard, tensor, [Piece(name, box, name, (0,) * len(shape))], owned)
+    return HeldTensor(shard, tensor, [Piece(name, shape, box, (0,) * len(shape))], owned)
 
 
 def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,12 +267,12 @@ def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield ".".join([*parts, name]), tensor
 
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
+def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Raise for tensor subclasses: their bytes are not the values they show (quantised, flat)."""
     if type(tensor.data) is not torch.Tensor:
         raise UsageError(
             f"{name} is a {type(tensor.data).__name__}; Rollway does not know its memory.",
-            "Publish from parameters that are plain tensors or DTensors.",
+            "Publish from parameters that are plain tensors or DTensors, and not quantised yet.",
         )
     if type(tensor).__name__ == "FlatParameter":
         raise UsageError(

@@ -30,7 +30,6 @@ from rollway.weights.layout import ELEMENT_BYTES
 MAX_NAME = 4096  # Characters in the name of a tensor
 MAX_DIMS = 16
 MAX_ELEMENTS = 1 << 53
-CHUNK = 16 << 20
 HALF_WRITTEN = "Wait until its writer is done; if the writer died, write it again."
 _MAX_FILE_NAME = 255
 _MAX_HEADER = 100_000_000  # Bytes; safetensors has the same limit
@@ -161,20 +160,6 @@ class StoredTensor:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
-
-    def chunks(self) -> Iterator[bytes]:
-        """Yield the bytes in chunks that end at the end of an element."""
-        with open_plain(self.file) as handle, os.fdopen(handle, "rb", closefd=False) as file:
-            file.seek(self.start)
-            left = self.size
-            while left:
-                chunk = file.read(min(CHUNK, left))
-                if not chunk:
-                    raise UsageError(
-                        f"{self.file} ends in the middle of a tensor.", "Write the file again."
-                    )
-                left -= len(chunk)
-                yield chunk
 
 
 def read_weight_file(file: Path) -> dict[str, StoredTensor]:

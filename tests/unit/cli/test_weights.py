@@ -48,10 +48,10 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("source", "target", "sources", "receivers"),
     [
-        ("hf", "vllm:tp=2", 1, 2),
+        ("fsdp", "vllm:tp=2", 1, 2),
         ("fsdp:3", "vllm:tp=4,ep=1", 3, 4),
         ("megatron:tp=2,pp=2,ep=2,etp=1", "vllm:tp=2,ep=4", 4, 4),
-        ("megatron:etp=2,ep=2", "hf", 4, 1),
+        ("megatron:etp=2,ep=2", "vllm", 4, 1),
     ],
 )
 def test_plans_of_many_layouts_are_exact(
@@ -66,18 +66,17 @@ def test_plans_of_many_layouts_are_exact(
     code, shown = run(capsys, *words)
     assert code == 0
     assert len(shown["receivers"]) == receivers
-    assert len(shown["total"]["bytes_by_source"]) == sources
-    assert shown["total"]["bytes_ratio"] == 1.0 or shown["total"]["bytes_beyond_need"]
-    assert shown["total"]["bytes_needed"] == sum(
-        receiver["bytes_needed"] for receiver in shown["receivers"].values()
-    )
+    assert len({s for r in shown["receivers"].values() for s in r["bytes_by_source"]}) == sources
+    for receiver in shown["receivers"].values():
+        assert receiver["bytes_moved"] == receiver["bytes_needed"] > 0
+        assert receiver["bytes_moved"] == sum(receiver["bytes_by_source"].values())
 
 
 def test_a_plan_is_shown_as_a_table(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--source", "megatron:ep=2", "--target", "vllm:tp=2", "--wire", "5"]
     assert main(["weights", "plan", "--model", str(config), *words]) == 0
     shown = capsys.readouterr().out
-    assert "rank1" in shown and "for the slowest receiver" in shown
+    assert "rank1" in shown and "descriptors" in shown
 
 
 def test_a_checkpoint_is_planned_by_its_weight_files(
@@ -88,25 +87,26 @@ def test_a_checkpoint_is_planned_by_its_weight_files(
         tmp_path / "model.safetensors",
     )
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    words = ["--model", str(tmp_path), "--source", "fsdp:2", "--target", "hf"]
+    words = ["--model", str(tmp_path), "--source", "fsdp:2", "--target", "vllm"]
     code, shown = run(capsys, "weights", "plan", *words)
     assert code == 0
     size = (tmp_path / "model.safetensors").stat().st_size
-    assert 0.9 * size < shown["total"]["bytes_moved"] < size
+    assert 0.9 * size < shown["receivers"]["rank0"]["bytes_moved"] < size
 
 
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        ("deepspeed:2", "hf"),
-        ("hf", "sglang:tp=2"),
-        ("hf", "vllm:tp=x"),
-        ("hf:2", "hf"),
-        ("megatron:tp=0", "hf"),
-        ("megatron:cp=2", "hf"),
-        ("fsdp:0", "hf"),
-        ("hf", "vllm:tp=3"),
-        ("hf", "vllm:tp=2,replicas=2"),
+        ("deepspeed:2", "vllm"),
+        ("fsdp", "sglang:tp=2"),
+        ("fsdp", "vllm:tp=x"),
+        ("fsdp:x", "vllm"),
+        ("megatron:tp=0", "vllm"),
+        ("megatron:cp=2", "vllm"),
+        ("megatron:pp=3", "vllm"),
+        ("fsdp:0", "vllm"),
+        ("fsdp", "vllm:tp=3"),
+        ("fsdp", "vllm:tp=2,replicas=2"),
     ],
 )
 def test_impossible_layouts(
@@ -118,8 +118,26 @@ def test_impossible_layouts(
     assert shown["error"] == "UsageError"
 
 
+def test_a_speed_of_zero_is_refused(config: Path) -> None:
+    words = ["--source", "fsdp", "--target", "vllm", "--wire", "0"]
+    with pytest.raises(SystemExit):
+        main(["weights", "plan", "--model", str(config), *words])
+
+
+def test_a_tensor_that_megatron_would_not_hold_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {name: np.zeros(h.shape, np.float16) for name, h in hf_headers(SMALL).items()}
+    tensors["model.strange.weight"] = np.zeros(2, np.float16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    words = ["--model", str(tmp_path), "--source", "megatron:tp=2", "--target", "vllm"]
+    code, shown = run(capsys, "weights", "plan", *words)
+    assert code == 2 and "model.strange.weight" in shown["message"]
+
+
 def test_models_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--source", "hf", "--target", "hf"]
+    words = ["--source", "fsdp", "--target", "vllm"]
     for text in ("not json", "[]", '{"model_type": "strange"}'):
         (tmp_path / "config.json").write_text(text)
         assert run(capsys, "weights", "plan", "--model", str(tmp_path), *words)[0] == 2
@@ -170,12 +188,11 @@ def test_the_described_models_have_the_tensors_of_the_real_ones() -> None:
     assert sum(int(np.prod(h.shape)) for h in hf_headers(SYNTHETIC_1T).values()) > 10**12
 
 
-def test_planning_a_large_model_is_exact_and_shares_its_recipes() -> None:
+def test_planning_a_large_model_is_exact() -> None:
     figures = measure(QWEN3_30B_A3B, Topology(ep=8), tp=2, repeats=1)
     assert (figures["megatron_tensors"], figures["hf_tensors"]) == (12_627, 18_867)
     assert figures["bytes_ratio"] == 1.0
-    assert figures["recipes"] < 300
-    assert figures["busiest_source"] < 1.01
+    assert figures["busiest_source"] < 1.1
 
 
 def test_bench_plan_prints_what_it_measured(

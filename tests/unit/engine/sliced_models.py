@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.planning.targets import engine_ranks, engine_targets
+from rollway.weights.planning.targets import engine_ranks, part_of
 from tests.unit.weights.megatron_plans import DENSE as SMALL
 from tests.unit.weights.megatron_plans import MOE as SMALL_MOE
 
@@ -20,11 +20,9 @@ Headers = dict[str, TensorHeader]
 
 def engine(config: dict[str, Any], headers: Headers, tp: int, ep: int, rank: int) -> Any:
     """As far as anybody looks: the parameters of a rank, with their shapes."""
-    shapes = {
-        want.target: part.shape
-        for (want,) in engine_targets(engine_ranks(config, tp, ep), headers).values()
-        if (part := want.parts[rank]) is not None
-    }
+    place = engine_ranks(config, tp, ep)[rank]
+    parts = [part_of(name, headers, place) for name in headers]
+    shapes = {parameter: part.shape for parameter, part in parts if part is not None}
     named = [(name, torch.empty(shape)) for name, shape in shapes.items()]
     modules = [(name.rpartition(".")[0], torch.nn.Module()) for name in shapes]
     return SimpleNamespace(named_parameters=lambda: named, named_modules=lambda: modules)

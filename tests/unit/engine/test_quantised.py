@@ -25,7 +25,7 @@ def make_worker(quantization: str | None) -> Any:
 
 @pytest.fixture(autouse=True)
 def use_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_find_ranks", lambda: (1, torch.clone))
+    monkeypatch.setattr(engine, "_find_reduction", lambda: torch.clone)
 
 
 def test_an_offer_is_refused_with_the_reason_and_the_fix() -> None:

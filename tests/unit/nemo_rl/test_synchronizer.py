@@ -210,7 +210,7 @@ def test_ranks_are_told_what_mx_config_says(monkeypatch: pytest.MonkeyPatch) -> 
     assert first.modelexpress | {"run": ""} == {"server": "mx:8001", "model": "policy", "run": ""}
     assert first.modelexpress["run"] != second.modelexpress["run"]
     options = RankPublisher(first, 0, 2)._list_nixl_options(is_shard=True)
-    assert options["same_rank"] and options["modelexpress"].server == "mx:8001"
+    assert options["same_rank"] and options["modelexpress"]["server"] == "mx:8001"
     own = {"enabled": True, "mx_server_url": "rollway://catalog:7070", "same_rank_only": False}
     options = make(sync=WeightSync(mx_config=own))[0]._make_options()
     assert options.catalog == "http://catalog:7070" and not options.modelexpress

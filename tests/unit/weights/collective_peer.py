@@ -103,7 +103,8 @@ def answer_requests() -> None:
 def publish_beside_a_default_group(store: Path) -> None:
     default_group(store)
     with CollectivePublisher() as publisher:
-        offer = publisher.publish(1, awkward_tensors(1).items(), receivers=2)
+        publisher.expect(2)
+        offer = publisher.publish(1, awkward_tensors(1).items())
         print(json.dumps(offer.as_json()), flush=True)
         publisher.wait(1)
     assert default_group_works()

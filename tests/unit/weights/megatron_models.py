@@ -17,6 +17,8 @@ from rollway.weights.planning.scenario import describe
 
 def hf_shapes(
     geometry: ModelGeometry,
+    ffn: int,
+    moe_ffn: int = 0,
     *,
     bias: bool = False,
     expert_bias: bool = False,
@@ -31,8 +33,8 @@ def hf_shapes(
         dense = not geometry.experts or layer < dense_layers
         for name, shape in {
             **_attention(geometry, qk_norm),
-            **(_mlp("mlp.", geometry.ffn, geometry.hidden) if dense else {}),
-            **({} if dense else _moe(geometry, shared_ffn, mixtral)),
+            **(_mlp("mlp.", ffn, geometry.hidden) if dense else {}),
+            **({} if dense else _moe(geometry, moe_ffn, shared_ffn, mixtral)),
         }.items():
             shapes[f"model.layers.{layer}.{name}.weight"] = shape
             linear = "norm" not in name and not name.endswith("gate")
@@ -55,7 +57,7 @@ def numbered(shapes: dict[str, Shape]) -> dict[str, torch.Tensor]:
 
 
 def headers(shapes: dict[str, Shape], dtype: str = "I32") -> dict[str, TensorHeader]:
-    return {name: TensorHeader(dtype, shape, "") for name, shape in shapes.items()}
+    return {name: TensorHeader(dtype, shape) for name, shape in shapes.items()}
 
 
 def _attention(geometry: ModelGeometry, qk_norm: bool) -> dict[str, Shape]:
@@ -72,11 +74,11 @@ def _attention(geometry: ModelGeometry, qk_norm: bool) -> dict[str, Shape]:
     }
 
 
-def _moe(geometry: ModelGeometry, shared_ffn: int, mixtral: bool) -> dict[str, Shape]:
+def _moe(geometry: ModelGeometry, ffn: int, shared_ffn: int, mixtral: bool) -> dict[str, Shape]:
     block = "block_sparse_moe" if mixtral else "mlp"
     shapes: dict[str, Shape] = {f"{block}.gate": (geometry.experts, geometry.hidden)}
     for expert in range(geometry.experts):
-        inner = _mlp(f"{block}.experts.{expert}.", geometry.moe_ffn, geometry.hidden)
+        inner = _mlp(f"{block}.experts.{expert}.", ffn, geometry.hidden)
         for name, shape in inner.items():
             if mixtral:
                 name = name.replace("gate_proj", "w1").replace("up_proj", "w3")
@@ -116,6 +118,7 @@ def describe_as(
     names: NameMap,
     topology: Topology,
     *,
+    padded_vocab: int = 0,
     norms: Norms = Norms.FUSED,
     experts: Experts = Experts.GROUPED,
 ) -> MegatronModel:
@@ -124,4 +127,4 @@ def describe_as(
     chosen = [name for name in names.table if not any(mark in name for mark in others)]
     fused = [name for name in chosen if ".layer_norm_" in name and norms is Norms.FUSED]
     templates = [*fused, *(name for name in chosen if ".layer_norm_" not in name)]
-    return describe(hf, names, topology, templates)
+    return describe(hf, names, topology, padded_vocab=padded_vocab, templates=templates)

@@ -1,14 +1,18 @@
-"""Shared by the tests of unit/weights."""
+"""Configs of small models, and arrays for their tensors."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.planning.scenario import hf_headers
-from tests.unit.weights.planned import DTYPE, Model, some_model
 
+Model = dict[str, NDArray[np.int32]]
+DTYPE = "I32"
 MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 2,
@@ -28,6 +32,11 @@ DENSE: dict[str, Any] = {**MOE, "model_type": "qwen2", "num_experts": 0}
 
 
 def model_of(config: dict[str, Any]) -> tuple[Model, dict[str, TensorHeader]]:
-    headers = hf_headers(config)
-    model = some_model({name: header.shape for name, header in headers.items()})
-    return model, {name: replace(header, dtype=DTYPE) for name, header in headers.items()}
+    """Return arrays in which every element is different, and none is 0."""
+    headers = {name: replace(h, dtype=DTYPE) for name, h in hf_headers(config).items()}
+    model, first = {}, 1
+    for name, header in headers.items():
+        size = int(np.prod(header.shape))
+        model[name] = np.arange(first, first + size, dtype=np.int32).reshape(header.shape)
+        first += size
+    return model, headers

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rollway.weights.checkpoint import read_headers
-from rollway.weights.layout import Placed, Shape, Shard
+from rollway.weights.layout import Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Topology
 from rollway.weights.megatron.names import NameMap
 from rollway.weights.megatron.pieces import MegatronModel, is_legacy, pieces
@@ -28,8 +28,7 @@ def rank_from_hf(hf: Tensors, model: MegatronModel, rank: int) -> dict[str, torc
     for name, shard in layout.shards.items():
         tensor = torch.zeros(shard.box.shape, dtype=hf[layout.names[name][0]].dtype)
         for piece in pieces(shard, layout.names[name], model.geometry):
-            box = Placed(piece.box, piece.at, piece.transposed).destination
-            part = tensor[box.slices]
+            part = tensor[piece.slices]
             (part.t() if piece.transposed else part).copy_(hf[piece.name][piece.box.slices])
         local[name] = tensor.view(_megatron_shape(shard, model.geometry))
     return local
@@ -76,7 +75,7 @@ def _megatron_shape(shard: Shard, geometry: ModelGeometry) -> Shape:
 
 def held_by_ranks(directory: Path, tensors: Tensors, topology: Topology) -> list[list[HeldTensor]]:
     config = json.loads((directory / "config.json").read_text())
-    names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+    names = NameMap.from_hf_config(config)
     model = describe(read_headers(directory), names, topology)
     local = from_hf(tensors, model)
     return [hold(model, rank, local[rank]) for rank in model.ranks]

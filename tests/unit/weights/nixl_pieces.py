@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
-import torch
 
+from rollway.weights.digest.checksums import dtype_name
 from rollway.weights.layout import Box, Piece, Shard
-from rollway.weights.planning.sources import Source
-from rollway.weights.planning.targets import TensorInfo
+from rollway.weights.megatron.pieces import MegatronModel
 from rollway.weights.sources import HeldTensor
-from tests.unit.weights.planned import held_by
+from tests.unit.weights.megatron_shards import Tensors, from_hf, hold
 
 nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl_cu12") is None and importlib.util.find_spec("nixl_cu13") is None,
@@ -22,18 +19,21 @@ nixl = pytest.mark.skipif(
 )
 
 
-def held_tensors(
-    source: Source, model: dict[str, Any], shapes: Mapping[str, TensorInfo] | None = None
-) -> list[HeldTensor]:
-    """Return what a rank holds of a model; `shapes` are those of the whole tensors."""
-    held = []
-    for name, array in held_by(source, model).items():
-        offer = source.offers[name]
-        pieces = [
-            Piece(offer.names[part.tensor], part.box, name, part.at, part.transposed)
-            for part in offer.holding.held
-        ]
-        shape = shapes[name].shape if shapes else tuple(array.shape)
-        shard = Shard(name, offer.holding.dtype, shape, Box.whole(tuple(array.shape)))
-        held.append(HeldTensor(shard, torch.from_numpy(array), pieces, True))
+def hold_rows(model: Tensors, ranks: int) -> list[list[HeldTensor]]:
+    """Return what ranks hold of a model that shard every tensor by rows, as FSDP2 does."""
+    held: list[list[HeldTensor]] = [[] for _ in range(ranks)]
+    for name, tensor in model.items():
+        shape = tuple(tensor.shape)
+        rows = -(-shape[0] // ranks)
+        for rank, start in enumerate(range(0, shape[0], rows)):
+            box = Box.whole(shape).narrow(0, start, min(start + rows, shape[0]))
+            shard = Shard(name, dtype_name(tensor), shape, box)
+            piece = Piece(name, shape, box, (0,) * len(shape))
+            held[rank].append(HeldTensor(shard, tensor[box.slices], [piece], True))
     return held
+
+
+def hold_shards(model: Tensors, described: MegatronModel) -> list[list[HeldTensor]]:
+    """Return what the ranks of a Megatron trainer hold of a model."""
+    local = from_hf(model, described)
+    return [hold(described, rank, local[rank]) for rank in described.ranks]

@@ -85,8 +85,6 @@ def _serve(pipe: Connection, options: dict[str, Any]) -> None:
         elif request == "flip":
             raw = adopted[args[0]].view(-1).view(torch.uint8)
             raw[5] ^= 1
-        elif request == "acknowledged":
-            answer = publisher.list_receivers(*args)
         elif request == "idle":
             before = time.process_time()
             time.sleep(args[0])  # what an idle trainer costs is measured over this time

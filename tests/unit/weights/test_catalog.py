@@ -26,20 +26,19 @@ from rollway.weights.transports.nixl import catalog
 from rollway.weights.transports.nixl.catalog import (
     ORDER_HEADER,
     Answer,
+    Catalog,
     CatalogServer,
-    HttpCatalog,
-    Listing,
-    MemoryCatalog,
+    ListedVersions,
     NotYet,
     check_bytes,
     read_order,
     sign_bytes,
-    wait_for,
 )
+from rollway.weights.transports.nixl.listing import Listing
 from rollway.weights.transports.nixl.modelexpress import open_catalog
 
 WORD = "a secret of this test"
-CALLS = ("announce", "withdraw", "look_up", "acknowledge", "list_receivers", "leave")
+CALLS = ("announce", "withdraw", "look_up", "end_turn")
 
 
 @pytest.fixture
@@ -79,28 +78,31 @@ def open_answer(headers: dict[str, str], raw: bytes, order: str) -> Answer:
 # --- sources of a version ------------------------------------------------------------------------
 
 
+def find_source(versions: ListedVersions, receiver: str = "", *without: str) -> str:
+    """Return the first source of version 1."""
+    return versions.look_up(1, without, receiver)[0].source
+
+
 def test_a_version_is_found_once_all_ranks_have_announced_it(server: CatalogServer) -> None:
-    client = HttpCatalog(server.url, secret=WORD)
-    with pytest.raises(NotYet, match="Nobody has announced version 1"):
-        client.look_up(1, "r")
+    client = Catalog(server.url, secret=WORD)
+    with pytest.raises(NotYet, match="0 of all ranks"):
+        client.look_up(1)
     client.announce(listing(source="t1", rank=1, world=2))
     with pytest.raises(NotYet, match="1 of 2 ranks"):
-        client.look_up(1, "r")
+        client.look_up(1)
     client.announce(listing(source="t0", rank=0, world=2))
-    assert [listing.body for listing in client.look_up(1, "r")] == [b"body of t0", b"body of t1"]
-    client.acknowledge(1, "r")
-    assert client.list_receivers(1) == server.list_receivers(1) == ["r"]
+    assert [listing.body for listing in client.look_up(1)] == [b"body of t0", b"body of t1"]
 
 
-def test_waiting_for_ranks_ends() -> None:
+def test_waiting_for_ranks_ends(server: CatalogServer) -> None:
     began = time.monotonic()
-    with pytest.raises(WeightsError, match=r"Nobody has announced version 4.*waited for 0.05 s"):
-        wait_for(MemoryCatalog(), 4, "r", timeout=0.05)
+    with pytest.raises(WeightsError, match=r"ranks have announced version 4.*waited for 0.05 s"):
+        Catalog(server.url, secret=WORD).wait_for(4, 0.05)
     assert time.monotonic() - began < 20
 
 
 def test_the_error_for_an_old_version_lists_the_kept_ones(server: CatalogServer) -> None:
-    client = HttpCatalog(server.url, secret=WORD)
+    client = Catalog(server.url, secret=WORD)
     for version in (1, 2, 3):
         client.announce(listing(version))
     client.withdraw(1, "t0")
@@ -108,113 +110,95 @@ def test_the_error_for_an_old_version_lists_the_kept_ones(server: CatalogServer)
     with pytest.raises(
         WeightsError, match=r"Version 1 is not kept any more \(kept: 2, 3\)"
     ) as caught:
-        client.look_up(1, "r")
+        client.look_up(1)
     assert not isinstance(caught.value, NotYet)
-    client.acknowledge(1, "r")
-    assert client.list_receivers(1) == []
 
 
 def test_a_version_without_one_of_its_ranks_is_incomplete_again() -> None:
-    catalog = MemoryCatalog()
-    catalog.announce(listing(source="t0", rank=0, world=2))
-    catalog.announce(listing(source="t1", rank=1, world=2))
-    catalog.withdraw(1, "t1")
+    versions = ListedVersions()
+    versions.announce(listing(source="t0", rank=0, world=2))
+    versions.announce(listing(source="t1", rank=1, world=2))
+    versions.withdraw(1, "t1")
     with pytest.raises(NotYet, match="1 of 2"):
-        catalog.look_up(1, "r")
+        find_source(versions)
 
 
 def test_a_restarted_rank_replaces_its_listing() -> None:
-    catalog = MemoryCatalog()
-    catalog.announce(listing(source="old", rank=0, world=1))
-    catalog.announce(listing(source="new", rank=0, world=1))
-    assert [listing.source for listing in catalog.look_up(1, "r")] == ["new"]
-    catalog.announce(listing(source="a", rank=0, world=2))
+    versions = ListedVersions()
+    versions.announce(listing(source="old", rank=0, world=1))
+    versions.announce(listing(source="new", rank=0, world=1))
+    assert [listing.source for listing in versions.look_up(1, (), "")] == ["new"]
+    versions.announce(listing(source="a", rank=0, world=2))
     with pytest.raises(NotYet):
-        catalog.look_up(1, "r")
+        find_source(versions)
 
 
-def test_receivers_that_serve_form_a_tree() -> None:
-    catalog = MemoryCatalog()
-    catalog.announce(listing())
-    assert catalog.look_up(1, "r1")[0].source == "t0"
-    catalog.acknowledge(1, "r1")
-    catalog.announce(served(1, "r1"))
-    first = [catalog.look_up(1, f"r{n}")[0].source for n in range(2, 6)]
-    assert sorted(first) == ["r1", "r1", "t0", "t0"]
-    catalog.announce(served(1, "r2"))
-    assert catalog.look_up(1, "r6")[0].source == "r2"
-    assert catalog.look_up(1, "r2")[0].source != "r2"  # nobody reads from itself
+def test_receivers_that_serve_relieve_the_trainer() -> None:
+    versions = ListedVersions()
+    versions.announce(listing())
+    assert find_source(versions) == "t0"
+    versions.announce(served(1, "r1"))
+    versions.announce(served(1, "r2"))
+    assert {find_source(versions) for _ in range(100)} == {"r1", "r2"}
 
 
 def test_receivers_that_arrive_at_once_take_turns(server: CatalogServer) -> None:
     """The trainer serves one receiver; each receiver that has the version serves two at a time."""
-    catalog = HttpCatalog(server.url, secret=WORD)
-    catalog.announce(listing())
-    for name in ("r1", "r2"):
-        catalog.look_up(1, name)  # reads headers only, and must not block a turn for long
-    with pytest.raises(NotYet, match="serving others"):
-        catalog.look_up(1, "r1", fanout=2)
-    assert catalog.look_up(1, "r2", fanout=2)[0].source == "t0"
+    client = Catalog(server.url, secret=WORD)
+
+    def take_turn(receiver: str, *without: str) -> str:
+        return client.look_up(1, without, receiver)[0].source
+
+    client.announce(listing())
+    for _ in range(2):
+        client.look_up(1)  # reads headers only, and must not block a turn
+    assert take_turn("r2") == take_turn("r2") == "t0"
     for _ in range(2):
         with pytest.raises(NotYet, match="serving others"):
-            catalog.look_up(1, "r1", fanout=2)
-    catalog.announce(served(1, "r2"))
-    catalog.acknowledge(1, "r2")
-    assert [catalog.look_up(1, name, fanout=2)[0].source for name in ("r1", "r3")] == ["r2"] * 2
+            take_turn("r1")
+    client.announce(served(1, "r2"))
+    client.end_turn("r2")
+    assert take_turn("r1") == take_turn("r3") == "r2"
     with pytest.raises(NotYet, match="serving others"):
-        catalog.look_up(1, "r4", fanout=2)
-    assert catalog.look_up(1, "r4")[0].source == "t0"  # without waiting for a turn
-    catalog.acknowledge(1, "r1")
-    assert catalog.look_up(1, "r4", fanout=2)[0].source == "r2"
-    assert catalog.look_up(1, "r5", ["r2"], fanout=2)[0].source == "t0"
+        take_turn("r4")
+    assert client.look_up(1)[0].source == "r2"  # without waiting for a turn
+    client.end_turn("r1")
+    assert take_turn("r4") == "r2"
+    assert take_turn("r5", "r2") == "t0"
 
 
 def test_a_receiver_that_fails_gives_up_its_turn() -> None:
-    catalog = MemoryCatalog()
-    catalog.announce(listing())
-    assert catalog.look_up(1, "r1", fanout=2)[0].source == "t0"
+    versions = ListedVersions()
+    versions.announce(listing())
+    assert find_source(versions, "r1") == "t0"
     with pytest.raises(WeightsError, match="Nobody else has version 1"):
-        catalog.look_up(1, "r1", ["t0"], fanout=2)
-    assert catalog.look_up(1, "r2", fanout=2)[0].source == "t0"
+        find_source(versions, "r1", "t0")
+    versions.end_turn("r1")
+    assert find_source(versions, "r2") == "t0"
+    versions.withdraw(1, "t0")
+    versions.announce(listing())  # the version is published again
+    assert find_source(versions, "r3") == "t0"
 
 
 def test_receivers_come_and_go() -> None:
-    catalog = MemoryCatalog()
-    catalog.announce(listing())
-    catalog.announce(served(1, "r1"))
-    assert catalog.look_up(1, "r2")[0].source == "r1"
-    catalog.leave("r1")
-    assert catalog.look_up(1, "r2")[0].source == "t0"
-    catalog.leave("t0")
+    versions = ListedVersions()
+    versions.announce(listing())
+    versions.announce(served(1, "r1"))
+    assert find_source(versions) == "r1"
+    versions.withdraw(1, "r1")
+    assert find_source(versions) == "t0"
+    versions.withdraw(1, "t0")
     with pytest.raises(WeightsError, match="not kept any more"):
-        catalog.look_up(1, "r2")
+        find_source(versions)
 
 
 def test_failed_sources_are_excluded() -> None:
-    catalog = MemoryCatalog()
-    catalog.announce(listing())
-    catalog.announce(served(1, "r1"))
-    assert catalog.look_up(1, "r2", ["r1"])[0].source == "t0"
+    versions = ListedVersions()
+    versions.announce(listing())
+    versions.announce(served(1, "r1"))
+    assert find_source(versions, "", "r1") == "t0"
     with pytest.raises(WeightsError, match="Nobody else has version 1"):
-        catalog.look_up(1, "r2", ["r1", "t0"])
-
-
-def test_the_catalog_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    catalog = MemoryCatalog()
-    for version in range(64):
-        catalog.announce(listing(version))
-    with pytest.raises(UsageError, match="64 versions"):
-        catalog.announce(listing(64))
-    monkeypatch.setattr("rollway.weights.transports.nixl.catalog._MAX_BYTES", 100)
-    with pytest.raises(UsageError, match="full"):
-        catalog.announce(listing(3, source="another"))
-
-
-def test_invalid_ranks_are_refused() -> None:
-    with pytest.raises(UsageError, match="no rank 2 among 2"):
-        MemoryCatalog().announce(listing(rank=2, world=2))
-    with pytest.raises(UsageError, match="all of a version"):
-        MemoryCatalog().announce(Listing(1, "r", 0, 2, "receiver", b""))
+        find_source(versions, "", "r1", "t0")
 
 
 # --- signatures ----------------------------------------------------------------------------------
@@ -225,16 +209,16 @@ def test_a_catalog_needs_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="needs a secret"):
         CatalogServer()
     with pytest.raises(UsageError, match="needs a secret"):
-        HttpCatalog("http://127.0.0.1:1")
+        Catalog("http://127.0.0.1:1")
     monkeypatch.setenv(SECRET, WORD)
     with CatalogServer() as server:
-        HttpCatalog(server.url, secret=WORD).announce(listing())
+        Catalog(server.url, secret=WORD).announce(listing())
 
 
 def test_a_client_with_another_secret_gets_the_reason(server: CatalogServer) -> None:
     with pytest.raises(WeightsError, match=r"does not have this stack's secret \(401\)"):
-        HttpCatalog(server.url, secret="another").announce(listing())
-    assert not server.versions
+        Catalog(server.url, secret="another").announce(listing())
+    assert not server.versions.listed
 
 
 @pytest.mark.parametrize("lost", ["process", "sent", "number", "body", "mac", ""])
@@ -244,13 +228,13 @@ def test_a_call_without_part_of_its_order_is_refused(server: CatalogServer, lost
     order.pop(lost, None)
     headers = {ORDER_HEADER: json.dumps(order)} if lost else {}
     assert sent(server, "/v1/announce", body, headers)[0] == 401
-    assert not server.versions
+    assert not server.versions.listed
 
 
 def test_a_signed_call_cannot_be_sent_again_elsewhere_or_changed(server: CatalogServer) -> None:
     body = msgspec.msgpack.encode([listing()])
     headers = sign_bytes(WORD, "/v1/announce", body)
-    assert sent(server, "/v1/leave", body, headers)[0] == 401
+    assert sent(server, "/v1/withdraw", body, headers)[0] == 401
     assert sent(server, "/v1/announce", body, headers)[0] == 200
     status, text, _ = sent(server, "/v1/announce", body, headers)
     assert (status, text) == (401, b"This call is refused: sent before.")
@@ -258,7 +242,7 @@ def test_a_signed_call_cannot_be_sent_again_elsewhere_or_changed(server: Catalog
     changed = body.replace(b"t0", b"t9")
     assert changed != body
     assert sent(server, "/v1/announce", changed, headers)[0] == 401
-    assert server.versions[1].keys() == {"t0"}
+    assert server.versions.listed[1].keys() == {"t0"}
 
 
 def test_an_old_call_is_refused(server: CatalogServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,14 +257,14 @@ def test_an_old_call_is_refused(server: CatalogServer, monkeypatch: pytest.Monke
 
 
 def test_an_answer_belongs_to_one_call(server: CatalogServer) -> None:
-    body = msgspec.msgpack.encode([1])
-    headers = sign_bytes(WORD, "/v1/list_receivers", body)
-    status, raw, order = sent(server, "/v1/list_receivers", body, headers)
-    assert status == 200 and open_answer(headers, raw, order) == Answer([])
+    body = msgspec.msgpack.encode(["r"])
+    headers = sign_bytes(WORD, "/v1/end_turn", body)
+    status, raw, order = sent(server, "/v1/end_turn", body, headers)
+    assert status == 200 and open_answer(headers, raw, order) == Answer()
     with pytest.raises(OrderRefused):
         open_answer(headers, raw + b"\0", order)
     with pytest.raises(OrderRefused):
-        open_answer(sign_bytes(WORD, "/v1/list_receivers", body), raw, order)
+        open_answer(sign_bytes(WORD, "/v1/end_turn", body), raw, order)
 
 
 def test_a_changed_answer_is_refused(server: CatalogServer) -> None:
@@ -295,13 +279,13 @@ def test_a_changed_answer_is_refused(server: CatalogServer) -> None:
             self.end_headers()
             self.wfile.write(raw.replace(b"body of t0", b"body of x0"))
 
-    HttpCatalog(server.url, secret=WORD).announce(listing())
+    Catalog(server.url, secret=WORD).announce(listing())
     with HTTPServer(("127.0.0.1", 0), Forger) as between:
         threading.Thread(target=between.serve_forever, daemon=True).start()
-        client = HttpCatalog(f"http://127.0.0.1:{between.server_port}", secret=WORD)
-        client.acknowledge(1, "r")  # an answer that it does not change is accepted
+        client = Catalog(f"http://127.0.0.1:{between.server_port}", secret=WORD)
+        client.end_turn("r")  # an answer that it does not change is accepted
         with pytest.raises(WeightsError, match="secret"):
-            client.look_up(1, "r")
+            client.look_up(1)
         between.shutdown()
 
 
@@ -311,19 +295,17 @@ def test_a_changed_answer_is_refused(server: CatalogServer) -> None:
 def test_sizes_are_bounded_at_both_ends(
     server: CatalogServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = HttpCatalog(server.url, secret=WORD)
-    client.announce(Listing(1, "t0", 0, 1, "trainer", os.urandom(100_000)))
-    monkeypatch.setattr(catalog, "MAX_ANSWER", 50_000)
+    client = Catalog(server.url, secret=WORD)
+    large = Listing(1, "t0", 0, 1, "trainer", os.urandom(100_000))
+    client.announce(large)
+    monkeypatch.setattr(catalog, "MAX_BYTES", 50_000)
     with pytest.raises(WeightsError, match="more than 50000 bytes"):
-        client.look_up(1, "r")
-    monkeypatch.setattr(catalog, "MAX_REQUEST", 50_000)
-    with pytest.raises(UsageError, match="more than 50000"):
-        client.announce(Listing(2, "t0", 0, 1, "trainer", os.urandom(100_000)))
-    body = msgspec.msgpack.encode([Listing(2, "t0", 0, 1, "trainer", os.urandom(100_000))])
-    headers = sign_bytes(WORD, "/v1/announce", body)
-    with CatalogServer(secret=WORD) as small:
-        assert sent(small, "/v1/announce", body, headers)[0] == 413
-        assert not small.versions
+        client.look_up(1)
+    with (
+        CatalogServer(secret=WORD) as small,
+        pytest.raises(WeightsError, match="413"),
+    ):
+        Catalog(small.url, secret=WORD).announce(large)
 
 
 def test_the_body_of_an_unsigned_request_is_not_read(server: CatalogServer) -> None:
@@ -343,8 +325,8 @@ def test_signed_noise_is_refused_and_changes_nothing(raw: bytes, name: str) -> N
     headers = sign_bytes(WORD, f"/v1/{name}", raw)
     status, text, order = sent(server, f"/v1/{name}", raw, headers)
     assert status == 200
-    assert open_answer(headers, text, order).error in ("", "NotYet", "UsageError", "WeightsError")
-    assert list(server.versions) == [1]
+    open_answer(headers, text, order)
+    assert list(server.versions.listed) == [1]
 
 
 @settings(max_examples=40, deadline=None)
@@ -368,16 +350,16 @@ _KEPT: list[CatalogServer] = []
 def _fuzzed() -> CatalogServer:
     if not _KEPT:
         _KEPT.append(CatalogServer(secret=WORD))
-        _KEPT[0].announce(listing())
+        _KEPT[0].versions.announce(listing())
     return _KEPT[0]
 
 
 def test_a_closed_catalog_is_reported_in_bounded_time() -> None:
     with CatalogServer(secret=WORD) as server:
-        client = HttpCatalog(server.url, secret=WORD, timeout=60)
+        client = Catalog(server.url, secret=WORD)
     began = time.monotonic()
     with pytest.raises(WeightsError, match="does not answer"):
-        client.look_up(1, "r")
+        client.look_up(1)
     assert time.monotonic() - began < 30
 
 
@@ -385,9 +367,10 @@ def test_an_interrupt_does_not_wait_for_a_catalog_that_hangs() -> None:
     """It ends the process at once, while the call would wait for much longer."""
     code = """if True:
         import signal, sys
-        from rollway.weights.transports.nixl.catalog import HttpCatalog
+        from rollway.weights.transports.nixl import catalog
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        HttpCatalog(sys.argv[1], secret="a secret", timeout=600).leave("r")
+        catalog._CALL_SECONDS = 600.0
+        catalog.Catalog(sys.argv[1], secret="a secret").end_turn("r")
     """
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         hanging.settimeout(60)
@@ -408,8 +391,8 @@ def test_an_interrupt_does_not_wait_for_a_catalog_that_hangs() -> None:
 
 def test_an_invalid_address_is_refused(server: CatalogServer) -> None:
     for url in ("ftp://host:1", "http://:80", "host:80", "http://host:99999"):
-        with pytest.raises(UsageError, match="not the address"):
-            HttpCatalog(url, secret=WORD)
+        with pytest.raises(WeightsError, match=f"catalog at {url} does not answer"):
+            Catalog(url, secret=WORD).look_up(1)
     with pytest.raises(WeightsError, match="does not say"):
         open_catalog({}, secret=WORD)
     port = int(server.url.rpartition(":")[2])

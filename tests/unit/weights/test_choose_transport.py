@@ -33,7 +33,7 @@ ELSEWHERE = dataclasses.replace(HERE, addresses=frozenset({"10.0.0.1", "10.0.0.2
 def half() -> HeldTensor:
     box = Box((0, 0), (2, 4))
     shard = Shard("w", "F32", (4, 4), box)
-    return HeldTensor(shard, torch.ones(2, 4), [Piece("w", box, "w", (0, 0))], True)
+    return HeldTensor(shard, torch.ones(2, 4), [Piece("w", (4, 4), box, (0, 0))], True)
 
 
 @pytest.mark.parametrize(

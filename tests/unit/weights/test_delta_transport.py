@@ -482,7 +482,7 @@ def test_a_temporary_store_is_removed_with_its_publisher(tmp_path: Path) -> None
 def test_whole_held_tensors_are_published_and_parts_refused(tmp_path: Path) -> None:
     def held(box: Box) -> HeldTensor:
         tensor = torch.ones(box.shape)
-        return HeldTensor(Shard("w", "F32", (4,), box), tensor, [Piece("w", box, "w", (0,))], True)
+        return HeldTensor(Shard("w", "F32", (4,), box), tensor, [Piece("w", (4,), box, (0,))], True)
 
     publisher = DeltaPublisher(tmp_path)
     assert publisher.publish(1, [held(Box((0,), (4,)))]).nbytes == 16

@@ -100,14 +100,13 @@ def count_aborted(nccl: ctypes.CDLL) -> int:
 def test_nccl_is_called_as_it_is_declared(nccl: ctypes.CDLL) -> None:
     formed = Group(Nccl(Nccl.make_id(), 1, 3, CPU), 5.0)
     flat = torch.zeros(1000, dtype=torch.uint8)
-    formed.post(flat)
-    formed.finish()
+    formed.broadcast(flat)
     assert bool((flat == 42).all())
     assert send(formed, [flat, flat[:0], flat[:7]]) == 1007
     formed.close()
     assert count_aborted(nccl) == 1
     with pytest.raises(BrokenOff, match="has left"):
-        formed.post(flat)
+        formed.broadcast(flat)
 
 
 def test_a_rank_that_does_not_come_is_waited_for_only_so_long(nccl: ctypes.CDLL) -> None:
@@ -128,14 +127,14 @@ def test_a_rank_that_does_not_come_is_waited_for_only_so_long(nccl: ctypes.CDLL)
 
 
 def test_the_death_of_a_rank_ends_a_broadcast(nccl: ctypes.CDLL) -> None:
+    flat = torch.zeros(8, dtype=torch.uint8)
     formed = Group(Nccl(Nccl.make_id(), 0, 3, CPU), 5.0)
-    formed.post(torch.zeros(8, dtype=torch.uint8))
     set_number(nccl, "broken", 6)
     with pytest.raises(BrokenOff, match="NCCL failed: remote error"):
-        formed.finish()
+        formed.broadcast(flat)
     set_number(nccl, "deaf", 6)
     with pytest.raises(BrokenOff, match="ncclCommGetAsyncError failed: remote error"):
-        formed.finish()
+        formed.broadcast(flat)
     formed.close()
 
 
@@ -149,13 +148,18 @@ def test_a_rank_that_dies_in_the_first_step_is_waited_for_only_so_long(
     wait_until(lambda: count_aborted(nccl) == 1)
 
 
-def test_what_was_aborted_has_not_arrived() -> None:
+def test_what_was_aborted_has_not_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Nccl(Nccl.make_id(), 0, 3, CPU)
     formed = Group(backend, 5.0)
-    formed.post(torch.zeros(8, dtype=torch.uint8))
-    backend.abort()  # as another thread's `close` does, before the group forgets what is posted
+
+    def abort_and_query() -> bool:
+        backend.abort()  # as another thread's `close` does, before the group forgets its work
+        return True
+
+    event = SimpleNamespace(record=lambda _: None, query=abort_and_query)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     with pytest.raises(BrokenOff, match="has left"):
-        formed.finish()
+        formed.broadcast(torch.zeros(8, dtype=torch.uint8))
     formed.close()
 
 
@@ -163,10 +167,13 @@ def test_an_abort_that_waits_for_a_lost_rank_does_not_keep_the_caller(
     nccl: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group, "_END_SECONDS", 0.2)
-    formed = Group(Nccl(Nccl.make_id(), 0, 3, CPU), 5.0)
+    formed = Group(Nccl(Nccl.make_id(), 0, 3, CPU), 0.1)
+    never = SimpleNamespace(record=lambda _: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: never)
     flat = torch.zeros(8, dtype=torch.uint8)
     memory = weakref.ref(flat)
-    formed.post(flat)
+    with pytest.raises(BrokenOff, match="Nothing moved"):
+        formed.broadcast(flat)
     del flat
     set_number(nccl, "stuck", 1)
     began = time.monotonic()
@@ -206,9 +213,8 @@ def test_a_group_that_another_thread_closes_is_a_plain_error(step: str) -> None:
     line.setblocking(False)
     with trainer:
         formed = Group(cast(Any, Backend()), 5.0, line=line)
-        formed.post(torch.zeros(8, dtype=torch.uint8))
         with pytest.raises(BrokenOff, match="has left"):
-            formed.finish()
+            formed.broadcast(torch.zeros(8, dtype=torch.uint8))
 
 
 def test_the_library_that_vllm_is_told_to_use_is_used_here(

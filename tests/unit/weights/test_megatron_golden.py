@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollway.weights.checkpoint import read_headers
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.weights.megatron.geometry import Topology
 from rollway.weights.megatron.names import NameMap, Parameter, classify
 from rollway.weights.megatron.pieces import MegatronModel
 from tests.unit.weights.megatron_models import Norms, describe_as
@@ -36,11 +36,26 @@ def _described(topology: str, data: Path) -> tuple[Path, MegatronModel]:
     tp, ep, etp, pp, world = map(int, match.groups()[1:])
     checkpoint = data / f"hf_{match[1]}"
     config = json.loads((checkpoint / "config.json").read_text())
-    names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+    names = NameMap.from_hf_config(config)
     headers = read_headers(checkpoint)
     return checkpoint, describe_as(
         headers, names, Topology(tp, pp, ep, etp, world), norms=Norms.SEPARATE
     )
+
+
+def _read_golden(topology: str, model: MegatronModel) -> list[dict[str, Any]]:
+    """Return what Megatron said of each rank, with the global numbers of layers in the names."""
+    golden: list[dict[str, Any]] = json.loads((DATA / f"{topology}.json").read_text())
+    for rank, said in enumerate(golden):
+        said["tensors"] = {_rename(n, model, rank): t for n, t in said["tensors"].items()}
+    return golden
+
+
+def _rename(name: str, model: MegatronModel, rank: int) -> str:
+    """Return a name of a rank's tensor with the global number of its layer."""
+    position = model.ranks[rank].position
+    first = position.pp * model.geometry.layers // position.pp_size
+    return re.sub(r"(?<=layers\.)\d+", lambda match: str(int(match[0]) + first), name)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
@@ -58,7 +73,7 @@ def _check_same(shards: dict[str, torch.Tensor], truth: dict[str, torch.Tensor])
 def test_shards_made_from_a_checkpoint_are_those_of_megatron(topology: str) -> None:
     checkpoint, model = _described(topology, DATA)
     truth = load_file(checkpoint / "model.safetensors")
-    golden: list[dict[str, Any]] = json.loads((DATA / f"{topology}.json").read_text())
+    golden = _read_golden(topology, model)
     shards = from_hf(truth, model)
     assert len(shards) == len(golden)
     for rank, expected in enumerate(golden):
@@ -80,8 +95,7 @@ def test_a_worker_makes_the_checkpoint_from_the_shards(topology: str) -> None:
 @pytest.mark.parametrize("topology", GOLDEN)
 def test_the_class_of_a_module_determines_the_role(topology: str) -> None:
     _, model = _described(topology, DATA)
-    golden: list[dict[str, Any]] = json.loads((DATA / f"{topology}.json").read_text())
-    for rank, expected in enumerate(golden):
+    for rank, expected in enumerate(_read_golden(topology, model)):
         shards = model.ranks[rank].shards
         for name, tensor in expected["tensors"].items():
             attributes = tensor["tp"], tensor["dim"], tensor["stride"]
@@ -96,5 +110,8 @@ def test_shards_that_megatron_wrote_give_the_checkpoint() -> None:
     for topology in topologies:
         checkpoint, model = _described(topology, directory)
         files = {rank: directory / topology / f"rank{rank}.safetensors" for rank in model.ranks}
-        shards = {rank: load_file(path) for rank, path in files.items()}
+        shards = {
+            rank: {_rename(name, model, rank): t for name, t in load_file(path).items()}
+            for rank, path in files.items()
+        }
         _check_same(dict(to_hf(model, shards)), load_file(checkpoint / "model.safetensors"))

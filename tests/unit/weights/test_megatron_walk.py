@@ -15,7 +15,7 @@ from rollway.weights.megatron.names import NameMap, name_experts
 from rollway.weights.megatron.tensors import from_megatron, read_rank
 
 GEOMETRY = ModelGeometry(
-    layers=4, hidden=4, heads=2, query_groups=1, head_dim=2, vocab=5, ffn=6, moe_ffn=2, experts=2
+    layers=4, hidden=4, heads=2, query_groups=1, head_dim=2, vocab=5, experts=2
 )
 NAMES = NameMap("qwen3_moe", GEOMETRY)
 HALF = Position(tp=1, tp_size=2, etp=1, etp_size=2)
@@ -116,7 +116,7 @@ def test_held_tensors_share_memory_with_the_parameters() -> None:
     assert qkv.shard.box == Box((4, 0), (8, 4))
     assert [piece.name.split(".")[-2] for piece in qkv.pieces] == ["k_proj", "v_proj"]
     assert qkv.pieces[1] == Piece(
-        "model.layers.1.self_attn.v_proj.weight", Box((0, 0), (2, 4)), qkv.shard.name, (2, 0)
+        "model.layers.1.self_attn.v_proj.weight", (2, 4), Box((0, 0), (2, 4)), (2, 0)
     )
     assert qkv.owned_here
 
@@ -201,8 +201,7 @@ def test_roles_of_a_large_model_of_experts_by_the_classes_of_its_modules() -> No
     """Upstream's figures: 6,144 + 6,144 + 241 + 48 + 48 + 1 + 1. It calls the output layer `column`
     where tensors are not split; here it is `vocab_parallel` always, for its padded rows."""
     geometry = ModelGeometry(
-        layers=48, hidden=4, heads=2, query_groups=1, head_dim=2, vocab=4, ffn=4, moe_ffn=4,
-        experts=128,
+        layers=48, hidden=4, heads=2, query_groups=1, head_dim=2, vocab=4, experts=128,
     )  # fmt: skip
     layout, _ = read_rank(
         _make_qwen3_moe(48, 128), NameMap("qwen3_moe", geometry), Position(tp=0, tp_size=1)

@@ -1,218 +1,198 @@
-"""Run windows of reads on plain bytes: every layout gives the model, and nothing overlaps."""
+"""Pull from the ranks of any trainer, in windows of any size, without NIXL: its agent is replaced
+by one that copies within this process. Every layout gives the model, and nothing overlaps."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import ctypes
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from rollway.errors import UsageError, WeightsError
-from rollway.weights.layout import Box, Piece
-from rollway.weights.megatron.geometry import ModelGeometry, Topology
+from rollway.errors import WeightsError
+from rollway.signed_calls import SECRET
+from rollway.weights.layout import Box, Slices
+from rollway.weights.megatron.geometry import Topology
 from rollway.weights.megatron.names import NameMap
-from rollway.weights.offer import Entry, list_boxes
-from rollway.weights.planning.plan import plan
-from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
-from rollway.weights.planning.targets import (
-    LocalTensor,
-    Targets,
-    engine_ranks,
-    engine_targets,
-    hf_target,
-)
-from rollway.weights.transports.entries import align
-from rollway.weights.transports.nixl.listing import count_bytes, read_layout
-from rollway.weights.transports.nixl.windows import (
-    ALIGNED,
-    Windows,
-    make_windows,
-    resolve_reads,
-)
+from rollway.weights.megatron.pieces import MegatronModel
+from rollway.weights.offer import Offer
+from rollway.weights.planning.scenario import divide, plan, publish_rows, publish_shards
+from rollway.weights.planning.targets import cells, engine_ranks, part_of
+from rollway.weights.sources import HeldTensor
+from rollway.weights.transports.nixl import publisher, reader
+from rollway.weights.transports.nixl.agent import Read
+from rollway.weights.transports.nixl.catalog import ListedVersions
+from rollway.weights.transports.nixl.listing import Listing
+from tests.tensors import receive, same
 from tests.unit.weights.megatron_models import Experts, describe_as
 from tests.unit.weights.megatron_plans import MOE, model_of
-from tests.unit.weights.planned import DTYPE, Model, expected, held_by, slices
+from tests.unit.weights.nixl_pieces import hold_rows, hold_shards
 
-Bytes = NDArray[np.uint8]
+ARRAYS, HEADERS = model_of(MOE)
+MODEL = {name: torch.from_numpy(array) for name, array in ARRAYS.items()}
+Layout = int | tuple[Topology, Experts]
+LAYOUTS = st.one_of(
+    st.tuples(
+        st.sampled_from(
+            [Topology(), Topology(tp=2), Topology(tp=4, etp=4), Topology(tp=2, pp=2, ep=4, world=8)]
+        ),
+        st.sampled_from(Experts),
+    ),
+    st.integers(1, 5),
+)
+"""A Megatron trainer, or the number of FSDP's ranks."""
 
 
-def tensors_of(source: Source) -> dict[str, Entry]:
-    """List a source's tensors one behind the other, as a pool has them."""
-    entries, at = {}, 0
-    for name, offer in source.offers.items():
-        tensor = LocalTensor(offer.holding.dtype, offer.holding.shape)
-        entries[name] = Entry(name, tensor.dtype, tensor.shape, at, count_bytes(tensor))
-        at += align(entries[name].nbytes, ALIGNED)
-    return entries
+class LocalAgent:
+    """Reads memory of this process; what is written twice is an error."""
+
+    def __init__(self, name: str, error_handling: Any = "none", net_devices: Any = ()) -> None:
+        self.name, self.error_handling = name, error_handling
+
+    def register(self, *_: Any) -> None: ...
+
+    def deregister(self, _: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+    def metadata(self) -> bytes:
+        return self.name.encode()
+
+    def add_peer(self, metadata: bytes) -> str:
+        return metadata.decode()
+
+    def read(self, reads: Sequence[Read], timeout: float) -> None:
+        written = []
+        for read in reads:
+            assert read.remote[0] == read.local[0] == "DRAM"
+            for (there, size, _), (here, same_size, _) in zip(
+                read.remote[1], read.local[1], strict=True
+            ):
+                assert size == same_size > 0
+                ctypes.memmove(here, there, size)
+                written.append((here, here + size))
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(written)))
 
 
-def memory_of(source: Source, model: Model) -> Bytes:
-    """Return a source's tensors in one run of bytes."""
-    held = held_by(source, model)
-    parts = [
-        held[n].tobytes().ljust(align(e.nbytes, ALIGNED), b"\0")
-        for n, e in tensors_of(source).items()
+class LocalCatalog(ListedVersions):
+    """A catalog of this process."""
+
+    def wait_for(self, version: int, *_: Any) -> list[Listing]:
+        return self.look_up(version)
+
+    def look_up(self, version: int, without: Sequence[str] = (), _: str = "") -> list[Listing]:
+        return super().look_up(version, without, "")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local() -> Iterator[None]:
+    catalog = LocalCatalog()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SECRET, "a secret")
+        for module in (publisher, reader):
+            patch.setattr(module, "Agent", LocalAgent)
+            patch.setattr(module, "open_catalog", lambda *_, **__: catalog)
+        yield
+
+
+def hold(layout: Layout) -> list[list[HeldTensor]]:
+    """Return what each rank of a trainer holds."""
+    if isinstance(layout, int):
+        return hold_rows(MODEL, layout)
+    return hold_shards(MODEL, describe(layout))
+
+
+def describe(layout: tuple[Topology, Experts]) -> MegatronModel:
+    names = NameMap.from_hf_config(MOE)
+    return describe_as(HEADERS, names, layout[0], padded_vocab=32, experts=layout[1])
+
+
+def publish(layout: Layout, version: int, **options: Any) -> tuple[Offer, list[Any]]:
+    """Return the offer, and the publishers, whose memory must live."""
+    shards = hold(layout)
+    ranks = [
+        publisher.NixlPublisher(
+            catalog="http://127.0.0.1:1", rank=rank, world=len(shards), **options
+        )
+        for rank in range(len(shards))
     ]
-    return np.frombuffer(b"".join(parts), dtype=np.uint8)
-
-
-def run_windows(windows: Windows, sources: list[Source], model: Model) -> Model:
-    memory = {source.name: memory_of(source, model) for source in sources}
-    end = max(window.offset + window.nbytes for window in windows.windows)
-    buffer = np.zeros(end, dtype=np.uint8)
-    result: Model = {}
-
-    def view(tensor: Entry) -> NDArray[np.int32]:
-        raw = buffer[tensor.offset : tensor.offset + tensor.nbytes]
-        return raw.view(np.int32).reshape(tensor.shape)
-
-    moved = 0
-    for window in windows.windows:
-        for source, reads in window.reads.items():
-            raw = memory[source]
-            remote, local, sizes = resolve_reads(reads, 0, 0)
-            assert (np.diff(remote) > 0).all()
-            for there, here, size in zip(remote, local, sizes, strict=True):
-                assert window.offset <= here and here + size <= window.offset + window.nbytes
-                buffer[here : here + size] = raw[there : there + size]
-                moved += int(size)
-        for whole, transfer in window.cuts:
-            for name, cut in transfer.copies():
-                values = view(whole)[slices(cut.box)]
-                values = values.swapaxes(-1, -2) if cut.transposed else values
-                target = next(t for t in window.targets if t.name == name)
-                place = tuple(slice(a, a + n) for a, n in zip(cut.at, cut.extent, strict=True))
-                view(target)[place] = values.reshape(cut.extent)
-        for target in window.targets:
-            result[target.name] = view(target).copy()
-    assert moved == windows.total.moved
-    return result
-
-
-def windows_of(
-    sources: list[Source], wanted: Targets, costs: Costs, size: int, keep: bool
-) -> Windows:
-    plan_made = plan(sources, ["r"], wanted, costs)
-    pieces = {
-        (offer.names[held.tensor], held.box): None
-        for source in sources
-        for offer in source.offers.values()
-        for held in offer.holding.held
-    }
-    tensors = {source.name: tensors_of(source) for source in sources}
-    return make_windows(plan_made, "r", wanted, tensors, pieces, window_bytes=size, keep=keep)
+    for rank, held in zip(ranks, shards, strict=True):
+        rank.announce(version, held)
+    return ranks[-1].offer(version), ranks
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    topology=st.sampled_from(
-        [Topology(), Topology(tp=2), Topology(tp=4, etp=4), Topology(tp=2, pp=2, ep=4, world=8)]
-    ),
-    experts=st.sampled_from(Experts),
-    block=st.sampled_from([0.0, 2.6e-6, 1.0]),
+    layout=LAYOUTS,
+    engine_size=st.sampled_from([1, 2, 4]),
     size=st.sampled_from([1, 700, 1 << 20]),
-    keep=st.booleans(),
+    fanout=st.booleans(),
 )
-def test_windows_give_the_model_from_any_megatron_layout(
-    topology: Topology, experts: Experts, block: float, size: int, keep: bool
+def test_windows_give_the_model_from_any_layout(
+    layout: Layout, engine_size: int, size: int, fanout: bool
 ) -> None:
-    """Blocks may be free (all reads are strided) or expensive (tensors are read whole)."""
-    model, headers = model_of(MOE)
-    geometry = replace(ModelGeometry.from_hf_config(MOE), padded_vocab=32)
-    names = NameMap("qwen3_moe", geometry)
-    sources = megatron_sources(describe_as(headers, names, topology, experts=experts))
-    costs = Costs(pack_gb_per_s=0, block_seconds=block)
-    windows = windows_of(sources, hf_target(headers), costs, size, keep)
-    arrays = run_windows(windows, sources, model)
-    assert arrays.keys() == model.keys()
-    assert all(np.array_equal(arrays[name], model[name]) for name in model)
-    verified = {piece for checks in windows.checks.values() for _, piece in checks}
-    for name in model:
-        boxes = [box for piece, box in verified if piece == name]
-        assert sum(box.elements for box in boxes) == model[name].size
-    if keep:
-        ends = sorted((o.offset, o.offset + o.nbytes) for w in windows.windows for o in w.targets)
-        assert all(a[1] <= b[0] for a, b in pairwise(ends))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "WINDOW_BYTES", size)
+        offer, ranks = publish(layout, 0, engine_ranks=engine_size, fanout=fanout)
+        first, second = reader.NixlReader(), reader.NixlReader()
+        assert same(receive(first, offer), MODEL)
+        assert first.moved.total() == offer.nbytes
+        if fanout:
+            assert same(receive(second, offer), MODEL)
+            assert second.moved == {first.name: offer.nbytes}
+        for end in (first, second, *ranks):
+            end.close()
 
 
-def test_whole_experts_land_in_the_parameter_of_their_rank() -> None:
-    """With expert parallelism, whole pieces go into fused parameters and can be verified."""
-    model, headers = model_of(MOE)
-    experts = {name: header for name, header in headers.items() if ".experts." in name}
-    ranks = engine_ranks(MOE, tp=1, ep=2)
-    wanted = engine_targets([ranks[1]], experts)
-    sources = fsdp_sources(experts, 1)
-    windows = windows_of(sources, wanted, Costs(pack_gb_per_s=0), 1 << 20, keep=False)
-    held = {name: array for name, array in model.items() if name in experts}
-    arrays = run_windows(windows, sources, held)
-    correct = expected(held, wanted, 0)
-    assert all(np.array_equal(arrays[name], correct[name]) for name in correct)
-    for target, checks in windows.checks.items():
-        for place, (name, box) in checks:
-            part = arrays[target][slices(place)].reshape(box.shape)
-            assert np.array_equal(part, held[name][slices(box)])
-    assert sum(map(len, windows.checks.values())) == len(experts) // 2
+@settings(max_examples=20, deadline=None)
+@given(layout=LAYOUTS, engine_size=st.sampled_from([1, 2, 4]), tp=st.sampled_from([2, 4]))
+def test_a_rank_receives_what_consists_of_whole_pieces(
+    layout: Layout, engine_size: int, tp: int
+) -> None:
+    """And the plan of a refit says from whom, to the byte."""
+    offer, publishers = publish(layout, 0, engine_ranks=engine_size)
+    published = (
+        publish_rows(HEADERS, layout)
+        if isinstance(layout, int)
+        else publish_shards(describe(layout))
+    )
+    for rank in engine_ranks(MOE, tp):
+        places = {name: part_of(name, HEADERS, rank) for name in HEADERS}
+        boxes = {name: part.box if part else None for name, (_, part) in places.items()}
+        wanted = Slices(
+            boxes,
+            {name: header.shape for name, header in HEADERS.items()},
+            {name: parameter for name, (parameter, _) in places.items()},
+        )
+        receiver = reader.NixlReader()
+        mine = receiver.restrict(offer, wanted)
+        total = plan(divide(published, HEADERS, engine_size), HEADERS, rank)
+        if engine_size >= tp:
+            assert mine == wanted
+            assert total.moved == total.needed
+        expected = {
+            name: tensor[box.slices]
+            for name, tensor in MODEL.items()
+            if (box := mine.boxes.get(name, Box.whole(tuple(tensor.shape)))) is not None
+        }
+        assert same(receive(receiver, offer), expected)
+        assert receiver.moved.total() == sum(tensor.nbytes for tensor in expected.values())
+        names = {rank.name: f"trainer{number}" for number, rank in enumerate(publishers)}
+        moved = {names[source]: count for source, count in receiver.moved.items()}
+        assert moved == total.sources
+    for end in publishers:
+        end.close()
 
 
 def test_a_part_of_a_piece_cannot_be_verified() -> None:
-    _, headers = model_of(MOE)
-    rank = engine_ranks(MOE, tp=2)[0]
-    sources = fsdp_sources(headers, 1)
-    with pytest.raises(UsageError, match="cannot be verified"):
-        windows_of(sources, engine_targets([rank], headers), Costs(pack_gb_per_s=0), 1, keep=False)
-
-
-def test_neighbouring_reads_are_merged() -> None:
-    rows = np.array([[256, 256, 64], [0, 0, 256], [1000, 400, 8]], dtype=np.int64)
-    remote, local, sizes = resolve_reads([rows], 1000, 10)
-    assert (remote.tolist(), local.tolist(), sizes.tolist()) == (
-        [1000, 2000],
-        [10, 410],
-        [320, 8],
-    )
-
-
-# --- layouts on the wire -------------------------------------------------------------------------
-
-QKV = Entry(
-    "qkv", DTYPE, (6, 4), 0, 96, boxes=list_boxes([
-        Piece("q", Box((0, 0), (2, 4)), "qkv", (0, 0)),
-        Piece("k", Box((0, 0), (4, 4)), "qkv", (2, 0)),
-    ])
-)  # fmt: skip
-LAYOUT = msgspec.msgpack.encode([QKV])
-
-
-def test_a_layout_can_be_read() -> None:
-    layout = read_layout(LAYOUT)
-    assert layout.tensors == {"qkv": QKV}
-    assert [piece.name for piece in layout.pieces] == ["q", "k"]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=200))
-def test_noise_is_refused_as_a_layout(raw: bytes) -> None:
-    try:
-        layout = read_layout(raw)
-    except WeightsError:
-        return
-    assert not layout.tensors  # an empty list is a layout: a rank may own nothing
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, len(LAYOUT) - 1), st.integers(1, 255))
-def test_a_damaged_layout_is_refused_or_differs(at: int, by: int) -> None:
-    """Listings are signed in transit; this only checks that the error is a WeightsError."""
-    damaged = bytearray(LAYOUT)
-    damaged[at] ^= by
-    try:
-        layout = read_layout(bytes(damaged))
-    except WeightsError:
-        return
-    assert layout != read_layout(LAYOUT)
+    offer, publishers = publish(1, 0)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    receiver = reader.NixlReader()
+    receiver._slices = Slices({name: cells(name, HEADERS, 2)[0]}, {}, {name: name})
+    with pytest.raises(WeightsError, match="cannot be verified"):
+        receive(receiver, offer)
+    publishers[0].close()

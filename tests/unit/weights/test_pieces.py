@@ -6,17 +6,14 @@ import pytest
 import torch
 
 from rollway.errors import UsageError
-from rollway.weights.layout import Box, Piece, Role, Shape, place_at
+from rollway.weights.layout import Box, Piece, Role, Shape
 from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
-from rollway.weights.megatron.pieces import cuts, local_view, pieces, place
-from tests.unit.weights.planned import slices
+from rollway.weights.megatron.pieces import local_view, pieces, place
 
 QWEN3_30B = ModelGeometry(
     layers=48, hidden=2048, heads=32, query_groups=4, head_dim=128, vocab=151936
 )
-SMALL = ModelGeometry(
-    layers=1, hidden=6, heads=4, query_groups=2, head_dim=4, vocab=10, ffn=8, moe_ffn=4, experts=4
-)
+SMALL = ModelGeometry(layers=1, hidden=6, heads=4, query_groups=2, head_dim=4, vocab=10, experts=4)
 
 
 def _filled(
@@ -28,14 +25,13 @@ def _filled(
         position = Position(tp=rank, tp_size=size)
         shard = place(name, "F32", tuple(local.shape), role, position)
         for piece in pieces(shard, hf, geometry):
-            at = place_at(piece.at, Box.whole(piece.box.shape))
-            held.setdefault(piece.name, []).append((piece, local[slices(at)]))
+            held.setdefault(piece.name, []).append((piece, local[piece.slices]))
     result = {}
     for hf_name, parts in held.items():
-        shape = tuple(map(max, zip(*(piece.box.stop for piece, _ in parts), strict=True)))
+        (shape,) = {piece.shape for piece, _ in parts}
         result[hf_name] = torch.full(shape, -1.0)
         for piece, part in parts:
-            result[hf_name][slices(piece.box)] = part
+            result[hf_name][piece.box.slices] = part
     return result
 
 
@@ -48,21 +44,6 @@ def test_fused_qkv_is_split_by_query_group(size: int, columns: Shape) -> None:
     assert torch.equal(result["q"], blocks[:, :2].reshape(16, *columns))
     assert torch.equal(result["k"], blocks[:, 2].reshape(8, *columns))
     assert torch.equal(result["v"], blocks[:, 3].reshape(8, *columns))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_an_output_gate_is_between_queries_and_keys(size: int) -> None:
-    gated = ModelGeometry(
-        layers=1, hidden=6, heads=4, query_groups=2, head_dim=4, vocab=10,
-        attention_output_gate=True,
-    )  # fmt: skip
-    whole = torch.arange(48.0 * 6).view(48, 6)
-    result = _filled("linear_qkv.weight", whole, Role.QKV_COLUMN, ["q", "k", "v"], gated, size)
-    blocks = whole.view(2, 6, 4, 6)
-    queries, gates = blocks[:, :2].reshape(4, 1, 4, 6), blocks[:, 2:4].reshape(4, 1, 4, 6)
-    assert torch.equal(result["q"], torch.cat([queries, gates], 1).reshape(32, 6))
-    assert torch.equal(result["k"], blocks[:, 4].reshape(8, 6))
-    assert torch.equal(result["v"], blocks[:, 5].reshape(8, 6))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -129,14 +110,13 @@ def _check_transposed(
     assert {piece.name for piece in pieces_here} == truth.keys()
     for piece in pieces_here:
         assert piece.transposed
-        rows, columns = piece.box.shape[::-1]
-        at = local[piece.at[0] : piece.at[0] + rows, piece.at[1] : piece.at[1] + columns]
-        assert torch.equal(at.t(), truth[piece.name][slices(piece.box)])
+        assert piece.shape == tuple(truth[piece.name].shape)
+        assert torch.equal(local[piece.slices].t(), truth[piece.name][piece.box.slices])
 
 
 def test_a_row_parallel_bias_is_whole_on_every_rank() -> None:
     shard = place("linear_proj.bias", "F32", (6,), Role.ROW, Position(tp=1, tp_size=2))
-    assert pieces(shard, ["b"], SMALL) == [Piece("b", Box((0,), (6,)), "linear_proj.bias", (0,))]
+    assert pieces(shard, ["b"], SMALL) == [Piece("b", (6,), Box((0,), (6,)), (0,))]
 
 
 def test_equal_tensors_of_all_layers_share_their_geometry() -> None:
@@ -145,7 +125,8 @@ def test_equal_tensors_of_all_layers_share_their_geometry() -> None:
         place(f"decoder.layers.{n}.qkv", "BF16", (640, 2048), Role.QKV_COLUMN, position)
         for n in (0, 47)
     ]
-    assert cuts(shards[0], 3, QWEN3_30B) is cuts(shards[1], 3, QWEN3_30B)
+    first, last = (pieces(shard, ["q", "k", "v"], QWEN3_30B) for shard in shards)
+    assert all(one.box is other.box for one, other in zip(first, last, strict=True))
 
 
 def test_a_shape_that_does_not_fit_the_model_is_refused() -> None:

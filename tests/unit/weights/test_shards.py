@@ -86,7 +86,9 @@ def test_a_single_rank_publishes_a_plain_version(tmp_path: Path) -> None:
 
 def _rows(start: int, stop: int, tensor: torch.Tensor) -> HeldTensor:
     box = Box((start, 0), (stop, 4))
-    return HeldTensor(Shard("w", "F32", (8, 4), box), tensor, [Piece("w", box, "w", (0, 0))], True)
+    return HeldTensor(
+        Shard("w", "F32", (8, 4), box), tensor, [Piece("w", (8, 4), box, (0, 0))], True
+    )
 
 
 def _publish(tmp_path: Path, cleanup: ExitStack, *held: HeldTensor) -> Offer:
@@ -127,7 +129,7 @@ def test_offers_of_ranks_must_fit_together(tmp_path: Path) -> None:
         outside = HeldTensor(
             Shard("w", "F32", (8, 4), Box.whole((8, 4))),
             torch.ones(8, 4),
-            [Piece("w", Box.whole((8, 4)), "w", (1, 0))],
+            [Piece("w", (8, 4), Box.whole((8, 4)), (1, 0))],
             True,
         )
         with pytest.raises(WeightsError, match="w is outside of w"):

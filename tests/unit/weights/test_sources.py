@@ -27,9 +27,15 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollway.errors import UsageError
-from rollway.weights.fused_experts import find_fused, split_experts
 from rollway.weights.layout import Box, check_covered
-from rollway.weights.sources import HeldTensor, dtensor_box, from_module
+from rollway.weights.sources import (
+    HeldTensor,
+    dtensor_box,
+    find_fused,
+    from_module,
+    hold_whole,
+    name_as_checkpoint,
+)
 from tests.unit.weights.fake_ranks import use_fake_rank
 
 
@@ -256,11 +262,14 @@ def test_experts_have_the_names_of_their_checkpoint(axis: int, world: int) -> No
 
 def test_only_experts_that_transformers_joined_are_split() -> None:
     fused = find_fused(Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=0, vocab_size=8)))
-    assert {each.suffix for each in fused} == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
-    assert find_fused(Tiny()) == []
-    assert list(split_experts("model.norm.weight", (4,), Box.whole((4,)), fused)) == []
-    name, shape = "model.layers.0.mlp.gate_up_proj", (4, 6, 2)
-    assert list(split_experts(name, shape, Box.whole(shape), fused)) == []
+    assert fused.keys() == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert find_fused(Tiny()) == {}
+    for name, shape in (
+        ("model.norm.weight", (4,)),
+        ("model.layers.0.mlp.gate_up_proj", (4, 6, 2)),
+    ):
+        item = hold_whole(name, torch.zeros(shape), owned_here=True)
+        assert list(name_as_checkpoint(item, fused)) == [item]
 
 
 def test_a_subclass_whose_memory_is_unknown_is_refused() -> None:

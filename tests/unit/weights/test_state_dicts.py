@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 import struct
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from rollway.weights.transports.state_dicts import (
     Receiver,
     Unfit,
     make_messages,
-    read_ahead,
     read_list,
     split_in_layers,
     write_list,
@@ -35,23 +33,19 @@ CPU = torch.device("cpu")
 
 
 class Tape:
-    """A channel in memory: what is posted first is received first. Lengths must agree."""
+    """A channel in memory: what is sent first is received first. Lengths must agree."""
 
     def __init__(self, *messages: bytes) -> None:
         self.messages = deque(messages)
-        self._posted: deque[Tensor] = deque()
         self.is_sending = True
 
-    def post(self, flat: Tensor) -> None:
+    def broadcast(self, flat: Tensor) -> None:
         if self.is_sending:
             self.messages.append(bytes(flat.numpy()))
         else:
             raw = self.messages.popleft()
             assert len(raw) == flat.numel()
             flat.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else flat)
-
-    def finish(self) -> None:
-        pass
 
 
 def headers(tensors: dict[str, Tensor]) -> dict[str, TensorHeader]:
@@ -226,9 +220,7 @@ class Hostile:
         {torch.float32: [("a", torch.Size([1]), 2)]},
         {torch.float32: [("a", torch.Size([1]), True)]},
         {torch.float32: [("a", (-1,), -1)]},
-        {torch.float32: [("a", [1], 1)]},
         {torch.float32: [("", torch.Size([1]), 1)]},
-        {torch.float32: [["a", torch.Size([1]), 1]]},
         {torch.float32: "abc"},
         {torch.complex64: [("a", torch.Size([1]), 1)]},
         [torch.float32],
@@ -253,22 +245,3 @@ def test_vllms_unique_id_is_read_as_bytes() -> None:
     for hostile in (Hostile(print, "x"), (1, 2), b"x" * 128):
         with pytest.raises(WeightsError):
             read_unique_id(pickle.dumps(hostile))
-
-
-def test_reading_ahead_keeps_two_items_and_ends_its_thread() -> None:
-    yielded: list[int] = []
-
-    def items() -> Iterator[Any]:
-        for index in range(5):
-            yielded.append(index)
-            yield [(str(index), torch.zeros(1))]
-        raise WeightsError("the end")
-
-    reading = read_ahead(items())
-    assert next(reading)[0][0] == "0"
-    assert next(reading)[0][0] == "1"
-    assert max(yielded) <= 2
-    reading.close()
-    assert not any(t.name == "rollway-read-ahead" for t in threading.enumerate())
-    with pytest.raises(WeightsError, match="the end"):
-        list(read_ahead(items()))

@@ -47,16 +47,14 @@ def cases(draw: st.DrawFn) -> Case:
         query_groups=groups,
         head_dim=tp * draw(st.integers(1, 2)),
         vocab=vocab,
-        ffn=tp * draw(st.integers(1, 3)),
-        moe_ffn=etp * draw(st.integers(1, 3)) if moe else 0,
         experts=ep * draw(st.integers(1, 2)) if moe else 0,
-        padded_vocab=(-(-vocab // tp) + draw(st.integers(0, 2))) * tp,
         tied_embeddings=draw(st.booleans()),
-        attention_output_gate=draw(st.booleans()),
     )
     experts = draw(st.sampled_from(list(Experts)))
     shapes = hf_shapes(
         geometry,
+        tp * draw(st.integers(1, 3)),
+        etp * draw(st.integers(1, 3)),
         bias=draw(st.booleans()),
         expert_bias=experts is not Experts.LEGACY and draw(st.booleans()),
         qk_norm=draw(st.booleans()),
@@ -69,6 +67,7 @@ def cases(draw: st.DrawFn) -> Case:
         headers(shapes),
         NameMap("mixtral" if mixtral else "qwen3_moe", geometry),
         Topology(tp, pp, ep, etp, world),
+        padded_vocab=(-(-vocab // tp) + draw(st.integers(0, 2))) * tp,
         norms=draw(st.sampled_from(list(Norms))),
         experts=experts,
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollway.weights.planning.targets import EngineRank, LocalTensor, engine_targets
-from tests.unit.weights.planned import slices
+from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.planning.targets import EngineRank, part_of
 
 torch = pytest.importorskip("torch")
 linear: Any = None
@@ -27,20 +27,23 @@ def vllm_layers() -> None:
     embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
 
 
-def placed(target: EngineRank, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's parameters, filled by our rules; padding is 0."""
-    headers = {name: LocalTensor("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
-    filled: dict[str, Any] = {}
-    for name, (want,) in engine_targets([target], headers).items():
-        part = want.parts[0]
-        if part is None:
-            continue
-        parameter = filled.setdefault(want.target, torch.zeros(part.shape))
-        values = tensors[name][slices(part.box)]
-        extent = (1,) * (len(part.at) - values.ndim) + tuple(values.shape)
-        place = tuple(slice(a, a + n) for a, n in zip(part.at, extent, strict=True))
-        parameter[place] = values
-    return filled
+def list_parts(rank: EngineRank, tensors: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the shape of each parameter of a rank, and the elements that go into it."""
+    headers = {name: TensorHeader("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
+    shapes, elements = {}, {}
+    for name, tensor in tensors.items():
+        parameter, part = part_of(name, headers, rank)
+        if part is not None:
+            shapes[parameter] = part.shape
+            elements.setdefault(parameter, []).append(tensor[part.box.slices].flatten())
+    return {name: (shapes[name], torch.cat(parts)) for name, parts in elements.items()}
+
+
+def assert_same_elements(parameter: Any, shape: Any, elements: Any) -> None:
+    """Every element is random, and different from all others; padding is 0."""
+    assert tuple(parameter.shape) == shape
+    loaded = parameter.data[parameter.data != 0]
+    assert torch.equal(loaded.sort().values, elements.sort().values)
 
 
 def load(parameter: Any, *arguments: Any) -> None:
@@ -93,11 +96,11 @@ def test_dense_layers_are_sharded_as_in_vllm(
         "lm_head.weight": head.weight,
     }
     target = EngineRank(heads=HEADS, kv_heads=kv_heads, head_dim=HEAD_DIM, tp_size=tp, tp_rank=rank)
-    ours = placed(target, tensors)
+    ours = list_parts(target, tensors)
     only_padding = {name for name in loaded if name not in ours}
     assert all(not loaded[name].any() for name in only_padding)
-    for name, values in ours.items():
-        assert torch.equal(values, loaded[name].data), name
+    for name, (shape, elements) in ours.items():
+        assert_same_elements(loaded[name], shape, elements)
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -119,9 +122,9 @@ def test_experts_are_sharded_as_in_vllm(rank: int) -> None:
     experts._load_w13(w13[1], 0, "w3", tensors[f"{prefix}.up_proj.weight"], rank)
     experts._load_w2(w2[1], 1, tensors[f"{prefix}.down_proj.weight"], rank)
     target = EngineRank(heads=4, kv_heads=4, head_dim=4, experts=2, tp_size=4, tp_rank=rank)
-    ours = placed(target, tensors)
-    assert torch.equal(ours["mlp.experts.routed_experts.w13_weight"], w13)
-    assert torch.equal(ours["mlp.experts.routed_experts.w2_weight"], w2)
+    ours = list_parts(target, tensors)
+    assert_same_elements(w13, *ours["mlp.experts.routed_experts.w13_weight"])
+    assert_same_elements(w2, *ours["mlp.experts.routed_experts.w2_weight"])
 
 
 @pytest.mark.parametrize(("experts", "ep"), [(8, 4), (7, 4), (5, 3)])

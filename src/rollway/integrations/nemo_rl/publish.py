@@ -56,7 +56,7 @@ class PublishOptions:
     catalog: str = ""
     """For nixl: a catalog that runs elsewhere."""
     modelexpress: Mapping[str, str] = field(default_factory=dict)
-    """For nixl: the fields of a `Recorder`, if a ModelExpress server records the versions."""
+    """For nixl: server, model and run, if a ModelExpress server records the versions."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """How Megatron's ranks share parameters that Rollway does not know, by patterns of names."""
     expert_pattern: str = ""
@@ -93,7 +93,7 @@ class RankPublisher:
         """Open this rank's publisher, and return the address of its catalog, where other ranks
         announce their shards; "" for a transport without one."""
         publisher: Any = self._open(is_shard=True)
-        return str(publisher.catalog.where()["catalog"]) if publisher.transport == "nixl" else ""
+        return str(publisher.catalog_url) if publisher.transport == "nixl" else ""
 
     def use_catalog(self, url: str) -> None:
         """Announce shards at another rank's catalog, from the first version on."""
@@ -183,9 +183,7 @@ class RankPublisher:
         if options.catalog:
             extra["catalog"] = options.catalog
         if options.modelexpress:
-            from rollway.weights.transports.nixl.modelexpress import Recorder
-
-            extra["modelexpress"] = Recorder(**options.modelexpress)
+            extra["modelexpress"] = options.modelexpress
         return extra
 
 
@@ -196,10 +194,10 @@ def make_scale_tensors(scales: Scales, device: Any) -> Iterator[tuple[str, Any]]
         return
     import torch
 
-    from rollway.engine.kv_scales import PREFIX
+    from rollway.engine.companions import SCALE
 
     for name, value in scales.items():
-        yield f"{PREFIX}{name}", torch.tensor([value], dtype=torch.float32, device=device)
+        yield f"{SCALE}{name}", torch.tensor([value], dtype=torch.float32, device=device)
 
 
 class Engine:

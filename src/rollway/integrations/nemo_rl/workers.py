@@ -39,12 +39,11 @@ class MegatronShardPublishing(ShardPublishing):
     def list_shards(self) -> Source:
         from transformers import AutoConfig
 
-        from rollway.weights.megatron.geometry import ModelGeometry
         from rollway.weights.megatron.names import NameMap
         from rollway.weights.megatron.tensors import from_megatron
 
         config = AutoConfig.from_pretrained(self.cfg["model_name"]).to_dict()
-        names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+        names = NameMap.from_hf_config(config)
         roles = make_overrides(self.rollway_roles)
         # NeMo-RL attaches the draft model to the policy, so that one optimizer has both.
         held = from_megatron(

@@ -7,22 +7,14 @@ follow from its number among the dense ones (`tp`), so a `Position` has both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 from rollway.errors import UsageError
 
-_LIMITS = {
-    "layers": (1, 1 << 14),
-    **dict.fromkeys(("heads", "query_groups"), (1, 1 << 12)),
-    **dict.fromkeys(("hidden", "head_dim", "vocab"), (1, 1 << 32)),
-    **dict.fromkeys(("ffn", "moe_ffn", "padded_vocab"), (0, 1 << 32)),
-    "experts": (0, 1 << 14),
-}
-"""The smallest and the largest size. The largest are far above any model; those of layers, heads
-and experts decide how many tensors and parts are listed in memory."""
+_MAX_LAYERS = 1 << 14
 _MAX_EXPERTS = 1 << 20  # Experts of all layers together
+"""Far above any model. They decide how many tensors are listed in memory."""
 _CHECK_CONFIG = "Check the model's config."
 
 
@@ -36,27 +28,17 @@ class ModelGeometry:
     query_groups: int
     head_dim: int
     vocab: int  # Rows of the Hugging Face embedding; Megatron may add rows as padding
-    ffn: int = 0
-    moe_ffn: int = 0
     experts: int = 0
-    padded_vocab: int = 0  # Rows of Megatron's embedding over all ranks; 0 if it is not padded
     tied_embeddings: bool = False
-    attention_output_gate: bool = False
-    """Qwen3-Next: the fused QKV also has a gate for every query head."""
-    gated: bool = True  # Whether `linear_fc1` has gate and up (SwiGLU), not one matrix
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _LIMITS.items():
-            size = getattr(self, name)
-            if not least <= size <= most:
-                is_too = "too small" if size < least else "too large"
-                raise UsageError(
-                    f"A model with {name}={size} is {is_too}: use {least} to {most}.",
-                    _CHECK_CONFIG,
-                )
-        if self.layers * self.experts > _MAX_EXPERTS:
+        sizes = self.hidden, self.heads, self.query_groups, self.head_dim, self.vocab
+        if min(self.layers, *sizes) < 1 or self.experts < 0:
+            raise UsageError(f"A size of the model is below 1: {self}.", _CHECK_CONFIG)
+        if self.layers > _MAX_LAYERS or self.layers * self.experts > _MAX_EXPERTS:
             raise UsageError(
-                f"{self.layers} layers of {self.experts} experts are more than {_MAX_EXPERTS}.",
+                f"{self.layers} layers of {self.experts} experts are too many: there are at most "
+                f"{_MAX_LAYERS} layers, and {_MAX_EXPERTS} experts in all of them.",
                 _CHECK_CONFIG,
             )
         if self.heads % self.query_groups:
@@ -64,18 +46,6 @@ class ModelGeometry:
                 f"{self.heads} heads cannot be shared out to {self.query_groups} query groups.",
                 _CHECK_CONFIG,
             )
-        if self.padded_vocab and self.padded_vocab < self.vocab:
-            raise UsageError(
-                f"padded_vocab={self.padded_vocab} is less than vocab={self.vocab}.",
-                "It counts all rows of the embedding, padding included.",
-            )
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
-    def __hash__(self) -> int:
-        return self._hash  # cached: caches look up one geometry for each of 100,000 tensors
 
     @property
     def heads_per_group(self) -> int:
@@ -83,16 +53,11 @@ class ModelGeometry:
 
     @property
     def query_rows(self) -> int:
-        """Rows of `q_proj`, including the rows of an output gate."""
-        return self.heads * self.head_dim * (2 if self.attention_output_gate else 1)
+        return self.heads * self.head_dim
 
     @property
     def key_rows(self) -> int:
         return self.query_groups * self.head_dim
-
-    @property
-    def qkv_rows(self) -> int:
-        return self.query_rows + 2 * self.key_rows
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
@@ -101,8 +66,6 @@ class ModelGeometry:
             config = config.get("text_config") or config
             heads = int(config["num_attention_heads"])
             hidden = int(config["hidden_size"])
-            experts = _read_first(config, "num_experts", "num_local_experts", "n_routed_experts")
-            ffn = _read_first(config, "intermediate_size")
             return cls(
                 layers=int(config["num_hidden_layers"]),
                 hidden=hidden,
@@ -110,11 +73,8 @@ class ModelGeometry:
                 query_groups=_read_first(config, "num_key_value_heads") or heads,
                 head_dim=_read_first(config, "head_dim") or hidden // heads,
                 vocab=int(config["vocab_size"]),
-                ffn=ffn,
-                moe_ffn=(_read_first(config, "moe_intermediate_size") or ffn) if experts else 0,
-                experts=experts,
+                experts=_read_first(config, "num_experts", "num_local_experts", "n_routed_experts"),
                 tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-                attention_output_gate=config.get("model_type") == "qwen3_next",
             )
         except KeyError as error:
             raise UsageError(
@@ -147,27 +107,6 @@ class Position:
     dp_size: int = 1
     edp: int = 0
     edp_size: int = 1
-    first_layer: int | None = None
-    """Global number of local layer 0, for uneven stages; None: stages share the layers evenly."""
-
-    def __post_init__(self) -> None:
-        for group in ("tp", "pp", "ep", "etp", "dp", "edp"):
-            rank, size = getattr(self, group), getattr(self, f"{group}_size")
-            if not 0 <= rank < size:
-                raise UsageError(
-                    f"There is no {group} rank {rank} among {size}.", "Ranks count from 0."
-                )
-
-    def layer_offset(self, geometry: ModelGeometry) -> int:
-        """Return the global number of local layer 0."""
-        if self.first_layer is not None:
-            return self.first_layer
-        if geometry.layers % self.pp_size:
-            raise UsageError(
-                f"{geometry.layers} layers cannot be shared evenly by {self.pp_size} stages.",
-                "Give the position's first_layer.",
-            )
-        return self.pp * (geometry.layers // self.pp_size)
 
     def local_experts(self, geometry: ModelGeometry) -> int:
         """Return how many experts this rank holds."""

@@ -1,15 +1,15 @@
 """Read Megatron's tensor names: the Hugging Face tensors in each, and how it is sharded.
 
-The tables have `{layer}` and `{expert}` for numbers. Megatron counts both from 0 on every rank,
-Hugging Face over the whole model, so a name has a meaning only together with a `Position`.
-Overrides are written the same way; `*` in them matches any one part of a name:
+The tables have `{layer}` and `{expert}` for numbers. A layer has the same number in both here;
+Megatron counts experts from 0 on every rank, so a name has a meaning only together with a
+`Position`. Overrides are further entries:
 
     {"decoder.layers.{layer}.self_attention.sinks": ["model.layers.{layer}.self_attn.sinks"]}
 
 A parameter's role follows from the class of its module. Transformer Engine, the inference layers
 and the quantisers add prefixes and suffixes to the names of Megatron's own classes, but keep the
 part that matters: `TELayerNormColumnParallelLinear`, `QuantRowParallelLinear`. `partition_stride ==
-2` marks a gated matrix, but Transformer Engine sets 1 for gated ones as well, so the model's config
+2` marks a gated matrix, but Transformer Engine sets 1 for gated ones as well, so the family
 decides. A parameter that cannot be classified is an error: if a sharded tensor were treated as
 replicated, one rank would publish its part as the whole.
 """
@@ -17,15 +17,15 @@ replicated, one rank would publish its part as the whole.
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.layout import Role
+from rollway.weights.megatron.bridge import Bridge
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 
 Table = dict[str, tuple[str, ...]]
@@ -38,12 +38,6 @@ _EXPERT_NUMBER = re.compile(
     r"(?<=\.experts\.)(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)(?=\.|$)"
 )
 _WRAPPERS = ("module.", "_orig_mod.")
-_BRIDGE_PARTS = ("q", "k", "v", "gate", "up")
-_BRIDGE_MAPPINGS = {
-    *("AutoMapping", "ColumnParallelMapping", "RowParallelMapping", "ReplicatedMapping"),
-    *("DirectMapping", "QKVMapping", "GatedMLPMapping", "ConcatenatedQKVMapping"),
-}
-"""Megatron-Bridge's mappings that move elements without changing them."""
 _KINDS = (
     (re.compile(r"VocabParallelEmbedding"), Role.VOCAB_PARALLEL),
     (re.compile(r"ColumnParallel\w*Linear"), Role.COLUMN),
@@ -148,115 +142,74 @@ def name_experts(name: str, pattern: str) -> str:
 
 
 @dataclass(frozen=True)
-class BridgeRegistry:
-    """The names of `megatron.bridge`, which knows more families than our tables.
-
-    Where Bridge would compute (norms that are stored minus one, permuted axes), the tensor is
-    refused: the engine would serve wrong bytes."""
-
-    mappings: Any
-
-    def hf_names(self, name: str) -> tuple[str, ...] | None:
-        """Return the names for a name with global numbers, or None if Bridge does not know it."""
-        try:
-            mapping = self.mappings.megatron_to_hf_lookup(name)
-        except (ValueError, KeyError, IndexError):  # a name that Bridge cannot parse
-            return None
-        if mapping is None:
-            return None
-        kind = type(mapping).__name__
-        if kind not in _BRIDGE_MAPPINGS or getattr(mapping, "permute_dims", None):
-            raise UsageError(
-                f"Megatron-Bridge changes the values of {name} ({kind}), not only their places.",
-                "Add an override for this name if its bytes may go as they are.",
-            )
-        names = mapping.hf_param
-        if isinstance(names, str):
-            return (names,)
-        if names.keys() - set(_BRIDGE_PARTS):
-            raise UsageError(
-                f"Megatron-Bridge splits {name} into {', '.join(sorted(names))}; Rollway cannot.",
-                "Add an override for this name.",
-            )
-        return tuple(names[part] for part in _BRIDGE_PARTS if part in names)
-
-
-def bridge_registry(hf_config: Any) -> BridgeRegistry | None:
-    """Return a model's registry by its transformers config; None without a usable Bridge."""
-    try:
-        bridge = importlib.import_module("megatron.bridge").AutoBridge.from_hf_config(hf_config)
-        return BridgeRegistry(bridge._model_bridge.mapping_registry())
-    except (ImportError, AttributeError, ValueError):
-        return None  # not installed, not importable without a GPU, or an unknown family
-
-
-@dataclass(frozen=True)
 class NameMap:
-    """The Hugging Face names of one model: from overrides, then a registry, then our table."""
+    """The Hugging Face names of one model: from overrides, then our table, then Megatron-Bridge."""
 
     model_type: str
     geometry: ModelGeometry
     overrides: NameOverrides = field(default_factory=dict)
-    registry: BridgeRegistry | None = None
+    bridge: Bridge | None = None
 
     def __post_init__(self) -> None:
-        if self.model_type not in FAMILIES and self.registry is None:
+        if self.model_type not in FAMILIES and self.bridge is None:
             raise UsageError(
                 f"Rollway has no Megatron names for models of type {self.model_type!r}.",
-                f"Use a similar one of {', '.join(sorted(FAMILIES))}, with overrides.",
+                f"Use NameMap.from_hf_config(config), which asks Megatron-Bridge, or a similar one "
+                f"of {', '.join(sorted(FAMILIES))}, with overrides.",
             )
 
+    @classmethod
+    def from_hf_config(
+        cls, config: Mapping[str, Any], overrides: NameOverrides | None = None
+    ) -> NameMap:
+        """Return the names of the model that a `config.json` describes.
+
+        Names that Rollway's own table lacks are those of Megatron-Bridge, where it is installed."""
+        geometry = ModelGeometry.from_hf_config(config)
+        return cls(str(config.get("model_type")), geometry, overrides or {}, Bridge(config))
+
+    @cached_property
+    def table(self) -> Mapping[str, Sequence[str]]:
+        return {**FAMILIES.get(self.model_type, {}), **self.overrides}
+
     @property
-    def table(self) -> Table:
-        return FAMILIES.get(self.model_type, {})
+    def gated(self) -> bool:
+        """Whether the model's MLPs have a gate, as all families of our table have."""
+        return self.bridge is None or self.model_type in FAMILIES or self.bridge.gated
 
     def hf_names(self, name: str, position: Position) -> tuple[str, ...]:
         """Return the tensors in Megatron's `name`, in canonical order: q, k, v; gate, up; by
         expert. The second copy of tied embeddings has none."""
         plain = plain_name(name)
-        names = self._look_up_override(plain, position)
-        if names is None:
-            names = self._look_up(plain, position)
+        names = self._look_up(plain, position)
         if names is None:
             raise UsageError(
-                f"Rollway does not know the Hugging Face name of Megatron's {plain}.",
+                f"Rollway does not know the Hugging Face name of Megatron's {plain}, and neither "
+                "does Megatron-Bridge.",
                 'Add an override: {"decoder.layers.{layer}.some.weight": '
                 '["model.layers.{layer}.other.weight"]}.',
             )
         return names
 
-    def _look_up_override(self, name: str, position: Position) -> tuple[str, ...] | None:
-        for pattern, targets in self.overrides.items():
-            match = _compile(pattern).fullmatch(name)
-            if match:
-                numbers = match.groupdict()
-                named = set(match.re.groupindex.values())
-                stars = [text for n, text in enumerate(match.groups(), 1) if n not in named]
-                filled = [_fill_stars(target, stars) for target in targets]
-                return self._fill(filled, numbers.get("layer"), numbers.get("expert"), position)
-        return None
-
     def _look_up(self, name: str, position: Position) -> tuple[str, ...] | None:
         if name == "output_layer.weight" and self.geometry.tied_embeddings:
             return ()
         template, layer, expert = _split_numbers(name)
-        if self.registry is not None:
-            full = self._fill([template], layer, expert, position)
-            names = self.registry.hf_names(full[0]) if full else None
-            if names is not None:
-                return names
-        targets = self.table.get(template)
-        return None if targets is None else self._fill(targets, layer, expert, position)
+        if template in self.table:
+            return self._fill(self.table[template], layer, expert, position)
+        if self.bridge is None:
+            return None
+        (full_name,) = self._fill([template], layer, expert, position)
+        return self.bridge.hf_names(full_name)
 
     def _fill(
         self, targets: Sequence[str], layer: str | None, expert: str | None, position: Position
     ) -> tuple[str, ...]:
         """Fill in global numbers; a tensor of many experts names all experts of its rank."""
-        number = int(layer) + position.layer_offset(self.geometry) if layer is not None else None
-        if number is not None and number >= self.geometry.layers:
+        if layer is not None and int(layer) >= self.geometry.layers:
             raise UsageError(
-                f"Layer {number} does not exist in a model of {self.geometry.layers} layers.",
-                "Check the number of layers, and the position's pipeline stage.",
+                f"Layer {layer} does not exist in a model of {self.geometry.layers} layers.",
+                "Check the number of layers in the model's config.",
             )
         if not any("{expert}" in target for target in targets):
             experts: Sequence[int] = (0,)
@@ -270,7 +223,7 @@ class NameMap:
                 )
             experts = range(first, first + count) if expert is None else [first + int(expert)]
         return tuple(
-            target.replace("{layer}", str(number)).replace("{expert}", str(e))
+            target.replace("{layer}", str(layer)).replace("{expert}", str(e))
             for e in experts
             for target in targets
         )
@@ -288,19 +241,6 @@ def _split_numbers(name: str) -> tuple[str, str | None, str | None]:
             expert = match[2]
             name = f"{name[: match.start(2)]}{{expert}}{name[match.end(2) :]}"
     return name, layer, expert
-
-
-@lru_cache
-def _compile(pattern: str) -> re.Pattern[str]:
-    text = re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)")
-    text = text.replace(r"\{expert\}", r"(?P<expert>\d+)").replace(r"\*", r"(.+?)")
-    return re.compile(text)
-
-
-def _fill_stars(target: str, texts: Sequence[str]) -> str:
-    for text in texts:
-        target = target.replace("*", text, 1)
-    return target
 
 
 # --- roles -------------------------------------------------------------------------------------
@@ -336,11 +276,10 @@ def classify(
 
 
 @lru_cache
-def role_of_name(name: str, *, gated: bool = True) -> Role:
+def role_of_name(name: str) -> Role:
     """Return the role by the name alone, for a model that does not run."""
-    plain = plain_name(name)
-    cls = next((cls for pattern, cls in _CLASSES if re.search(pattern, plain)), "")
-    return classify(Parameter(name, cls), gated=gated)
+    cls = next((cls for pattern, cls in _CLASSES if re.search(pattern, name)), "")
+    return classify(Parameter(name, cls))
 
 
 def _find_kind(name: str, parameter: Parameter) -> Role | None:
@@ -362,6 +301,11 @@ def _find_kind(name: str, parameter: Parameter) -> Role | None:
 def _refine(name: str, kind: Role, *, gated: bool) -> Role:
     module, _, leaf = name.rpartition(".")
     if ".experts." in name:
+        if not gated:
+            raise UsageError(
+                f"Rollway reads experts with a gate only, and {name} has none.",
+                "Publish this model as a checkpoint directory.",
+            )
         # Also for an expert's bias, which is on all its tensor ranks: other ranks have other
         # experts, so it is not replicated over all of them.
         return Role.EXPERT_COLUMN if kind is Role.COLUMN else Role.EXPERT_ROW

@@ -5,27 +5,18 @@
     embedding    rows after the model's vocabulary are padding
     experts      `weight1`, `weight2` of the old GroupedMLP have all local experts, transposed
 
-`Shard.shape` is the plain concatenation of all ranks. Layers share their geometry, so boxes are
-computed once, without names (`cuts`), and `pieces` adds the names.
+`Shard.shape` is the plain concatenation of all ranks. Layers share their geometry, so pieces are
+computed once, without names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from rollway.errors import UsageError
-from rollway.weights.layout import (
-    Box,
-    Piece,
-    Placed,
-    Role,
-    Shape,
-    Shard,
-    join_neighbours,
-    publishes,
-)
+from rollway.weights.layout import Box, Piece, Role, Shape, Shard, publishes
 from rollway.weights.megatron.geometry import ModelGeometry, Position
 
 _BY_TENSOR_RANK = {Role.QKV_COLUMN, Role.GATED_MLP_COLUMN, Role.COLUMN, Role.VOCAB_PARALLEL}
@@ -59,22 +50,18 @@ def pieces(shard: Shard, hf_names: Sequence[str], geometry: ModelGeometry) -> li
 
     The names are in canonical order: q, k, v; gate, up; by expert. A tensor without a Hugging Face
     counterpart has no names."""
-    return [
-        Piece(hf_names[cut.tensor], cut.box, shard.name, cut.at, cut.transposed)
-        for cut in cuts(shard, len(hf_names), geometry)
-    ]
-
-
-def cuts(shard: Shard, count: int, geometry: ModelGeometry) -> tuple[Placed, ...]:
-    """Return the boxes of `count` Hugging Face tensors in `shard`, without names.
-
-    Equal tensors of all layers get the very same tuple."""
-    if not count:
-        return ()
+    if not hf_names:
+        return []
+    legacy, count = is_legacy(shard.name), len(hf_names)
     try:
-        return _cuts(shard.role, is_legacy(shard.name), count, shard.shape, shard.box, geometry)
+        nameless = _cut(shard.role, legacy, count, shard.shape, shard.box, geometry)
     except _Misfit as error:
-        raise _report(shard, error) from error
+        raise UsageError(
+            f"{shard.name} ({shard.role}, {list(shard.shape)} over all ranks) does not fit the "
+            f"model: {error}.",
+            "Check the model's geometry, the tensor's role and the parallel sizes.",
+        ) from error
+    return [replace(piece, name=hf_names[number]) for number, piece in nameless]
 
 
 def place(name: str, dtype: str, local: Shape, role: Role, position: Position) -> Shard:
@@ -141,40 +128,69 @@ class _Misfit(Exception):
     Cached functions raise it without the tensor's name, which is not part of their key."""
 
 
-def _report(shard: Shard, error: _Misfit) -> UsageError:
-    return UsageError(
-        f"{shard.name} ({shard.role}, {list(shard.shape)} over all ranks) does not fit the "
-        f"model: {error}.",
-        "Check the model's geometry, the tensor's role and the parallel sizes.",
-    )
-
-
 @lru_cache(maxsize=65536)
-def _cuts(
+def _cut(
     role: Role, legacy: bool, count: int, shape: Shape, box: Box, geometry: ModelGeometry
-) -> tuple[Placed, ...]:
+) -> list[tuple[int, Piece]]:
+    """Return the pieces in a box of a tensor, each after the number of its name."""
     if legacy:
-        return _legacy_cuts(role, count, shape, box, geometry)
-    heights = [whole[0] for whole in _hf_shapes(role, legacy, count, shape, geometry) if whole]
+        return _cut_legacy(role, count, shape, box, geometry)
     if role in _NOT_FUSED:
-        return (Placed(box, (0,) * len(shape)),)
+        if count != 1:
+            raise _Misfit(f"it has one part, but {count} names")
+        return [(0, Piece("", shape, box, (0,) * len(shape)))]
+    heights = _heights(role, shape, geometry)
+    if count not in (1, len(heights)):
+        raise _Misfit(f"it has {len(heights)} parts, but {count} names")
     if role is Role.VOCAB_PARALLEL:
         runs = [_Run(0, box.start[0], box.start[0], box.shape[0])]
     elif role is Role.QKV_COLUMN:
         runs = _qkv_runs(box.start[0], box.stop[0], geometry)
     else:
-        runs = _gated_runs(box, geometry)
-    if count == 1 and role is not Role.VOCAB_PARALLEL:
-        # Some families have one tensor for all parts, one below the other.
-        tops = [sum(_heights(role, shape, geometry)[:i]) for i in range(3)]
-        runs = [_Run(0, run.source, run.target + tops[run.index], run.length) for run in runs]
-    placed = []
-    for run in runs:
-        stop = min(run.target + run.length, heights[run.index])  # the rest is padding
+        runs = _gated_runs(box)
+    if count == 1:  # some families have one tensor for all parts, one below the other
+        runs = [
+            _Run(0, run.source, run.target + sum(heights[: run.index]), run.length) for run in runs
+        ]
+        heights = (sum(heights),)
+    found = []
+    for run in _join_neighbours(runs):
+        height = heights[run.index]
+        stop = min(run.target + run.length, height)  # the rest is padding
         if stop > run.target:
             at = (run.source - box.start[0], *(0 for _ in box.start[1:]))
-            placed.append(Placed(box.narrow(0, run.target, stop), at, tensor=run.index))
-    return tuple(join_neighbours(placed))
+            piece = Piece("", (height, *shape[1:]), box.narrow(0, run.target, stop), at)
+            found.append((run.index, piece))
+    return found
+
+
+def _join_neighbours(runs: list[_Run]) -> list[_Run]:
+    """Join each run with the one before it in the list, if they are neighbours in both tensors."""
+    joined: list[_Run] = []
+    for run in runs:
+        before = joined[-1] if joined else None
+        if before is not None and before.next(run.length) == run:
+            joined[-1] = replace(before, length=before.length + run.length)
+        else:
+            joined.append(run)
+    return joined
+
+
+def _heights(role: Role, shape: Shape, geometry: ModelGeometry) -> tuple[int, ...]:
+    """Return the rows of each part of a fused tensor, or of a padded one without its padding."""
+    rows = shape[0]
+    if role is Role.VOCAB_PARALLEL:
+        if rows < geometry.vocab:
+            raise _Misfit(f"the vocabulary has {geometry.vocab} rows")
+        return (geometry.vocab,)
+    if role is Role.QKV_COLUMN:
+        heights = geometry.query_rows, geometry.key_rows, geometry.key_rows
+        if rows != sum(heights):
+            raise _Misfit(f"its queries, keys and values have {sum(heights)} rows")
+        return heights
+    if rows % 2:
+        raise _Misfit("gate and up cannot have as many rows")
+    return rows // 2, rows // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,114 +202,55 @@ class _Run:
     target: int
     length: int
 
+    def next(self, length: int) -> _Run:
+        """Return the run of this length that begins where this one ends, in both tensors."""
+        return _Run(self.index, self.source + self.length, self.target + self.length, length)
+
 
 def _qkv_runs(start: int, stop: int, geometry: ModelGeometry) -> list[_Run]:
     """Return the runs in rows `start` to `stop` of the fused tensor."""
-    block = geometry.qkv_rows // geometry.query_groups
+    d, queries = geometry.head_dim, geometry.heads_per_group * geometry.head_dim
+    block = queries + 2 * d
     runs = []
     for group in range(start // block, -(-stop // block)):
         at = group * block
-        for run in _group_runs(group, geometry):
+        for part in (
+            _Run(0, at, group * queries, queries),
+            _Run(1, at + queries, group * d, d),
+            _Run(2, at + queries + d, group * d, d),
+        ):
             # With more tensor ranks than query groups, a rank's rows begin or end inside a group.
-            first, last = max(start, at + run.source), min(stop, at + run.source + run.length)
+            first, last = max(start, part.source), min(stop, part.source + part.length)
             if first < last:
-                skipped = first - at - run.source
-                runs.append(_Run(run.index, first, run.target + skipped, last - first))
+                target = part.target + first - part.source
+                runs.append(_Run(part.index, first, target, last - first))
     return runs
 
 
-def _group_runs(group: int, geometry: ModelGeometry) -> list[_Run]:
-    """Return the runs of one query group; `source` counts from the group's first row."""
-    d, n = geometry.head_dim, geometry.heads_per_group
-    if geometry.attention_output_gate:
-        # Megatron has all queries and then all gates; Hugging Face has them head by head.
-        first = group * n * 2 * d
-        runs = [_Run(0, i * d, first + 2 * i * d, d) for i in range(n)]
-        runs += [_Run(0, (n + i) * d, first + (2 * i + 1) * d, d) for i in range(n)]
-        after = 2 * n * d
-    else:
-        runs = [_Run(0, 0, group * n * d, n * d)]
-        after = n * d
-    return [*runs, _Run(1, after, group * d, d), _Run(2, after + d, group * d, d)]
-
-
-def _gated_runs(box: Box, geometry: ModelGeometry) -> list[_Run]:
+def _gated_runs(box: Box) -> list[_Run]:
     start, rows = box.start[0], box.shape[0]
-    if not geometry.gated:
-        return [_Run(0, start, start, rows)]
     if start % 2 or rows % 2:
         raise _Misfit(f"rows {start} to {start + rows} are not as many gates as ups")
     half = rows // 2
     return [_Run(0, start, start // 2, half), _Run(1, start + half, start // 2, half)]
 
 
-def _legacy_cuts(
+def _cut_legacy(
     role: Role, count: int, shape: Shape, box: Box, geometry: ModelGeometry
-) -> tuple[Placed, ...]:
-    """Return the boxes of all local experts in one tensor, whose memory is `[experts, in, out]`."""
-    hidden = geometry.hidden
-    _hf_shapes(role, True, count, shape, geometry)  # raises if the shape does not fit
-    if role is Role.EXPERT_ROW:
-        width, start = box.shape[0] // count, box.start[0] // count
-        return tuple(
-            Placed(Box((0, start), (hidden, start + width)), (e * width, 0), True, e)
-            for e in range(count)
-        )
-    parts = 2 if geometry.gated else 1
-    width, start = box.shape[1] // parts, box.start[1] // parts
-    expert_box = Box((start, 0), (start + width, hidden))
-    return tuple(
-        Placed(expert_box, (e * hidden, part * width), True, e * parts + part)
-        for e in range(count // parts)
-        for part in range(parts)
-    )
-
-
-@lru_cache(maxsize=4096)
-def _hf_shapes(
-    role: Role, legacy: bool, count: int, shape: Shape, geometry: ModelGeometry
-) -> tuple[Shape, ...]:
-    if legacy:
-        return _legacy_shapes(role, count, shape, geometry)
-    if role in _NOT_FUSED:
-        if count != 1:
-            raise _Misfit(f"it has one part, but {count} names")
-        return (shape,)
-    heights = _heights(role, shape, geometry)
-    if count not in (1, len(heights)):
-        raise _Misfit(f"it has {len(heights)} parts, but {count} names")
-    if count == 1:
-        heights = (sum(heights),)
-    return tuple((height, *shape[1:]) for height in heights)
-
-
-def _heights(role: Role, shape: Shape, geometry: ModelGeometry) -> tuple[int, ...]:
-    """Return the rows of each part of a fused tensor, or of a padded one without its padding."""
-    rows = shape[0]
-    if role is Role.VOCAB_PARALLEL:
-        if rows < geometry.vocab:
-            raise _Misfit(f"the vocabulary has {geometry.vocab} rows")
-        return (geometry.vocab,)
-    if role is Role.QKV_COLUMN:
-        if rows != geometry.qkv_rows:
-            raise _Misfit(f"its queries, keys and values have {geometry.qkv_rows} rows")
-        return geometry.query_rows, geometry.key_rows, geometry.key_rows
-    if not geometry.gated:
-        return (rows,)
-    if rows % 2:
-        raise _Misfit("gate and up cannot have as many rows")
-    return rows // 2, rows // 2
-
-
-def _legacy_shapes(
-    role: Role, count: int, shape: Shape, geometry: ModelGeometry
-) -> tuple[Shape, ...]:
-    hidden, parts = geometry.hidden, 2 if geometry.gated and role is Role.EXPERT_COLUMN else 1
+) -> list[tuple[int, Piece]]:
+    """Return the pieces in a tensor of all local experts; its memory is `[experts, in, out]`."""
+    hidden, parts = geometry.hidden, 2 if role is Role.EXPERT_COLUMN else 1  # gate and up, or down
     experts, odd = divmod(count, parts)
-    if len(shape) != 2:
-        raise _Misfit(f"experts in one tensor have two dimensions, not {len(shape)}")
-    if role is Role.EXPERT_ROW and not shape[0] % experts and shape[1] == hidden:
-        return ((hidden, shape[0] // experts),) * count
+    if role is Role.EXPERT_ROW and not shape[0] % count and shape[1:] == (hidden,):
+        width, start = box.shape[0] // count, box.start[0] // count
+        inside, whole = Box((0, start), (hidden, start + width)), (hidden, shape[0] // count)
+        return [(e, Piece("", whole, inside, (e * width, 0), True)) for e in range(count)]
     if role is Role.EXPERT_COLUMN and not odd and shape[0] == experts * hidden:
-        return ((shape[1] // parts, hidden),) * count
+        width, start = box.shape[1] // parts, box.start[1] // parts
+        inside, whole = Box((start, 0), (start + width, hidden)), (shape[1] // parts, hidden)
+        return [
+            (e * parts + part, Piece("", whole, inside, (e * hidden, part * width), True))
+            for e in range(experts)
+            for part in range(parts)
+        ]
     raise _Misfit(f"it does not hold {experts} experts of width {hidden}")

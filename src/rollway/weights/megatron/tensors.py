@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from rollway.errors import UsageError
 from rollway.weights.digest.checksums import dtype_name
 from rollway.weights.layout import Role, Shape
-from rollway.weights.megatron.geometry import ModelGeometry, Position
+from rollway.weights.megatron.geometry import Position
 from rollway.weights.megatron.names import (
     NameMap,
     Parameter,
@@ -27,7 +26,7 @@ from rollway.weights.megatron.names import (
     plain_name,
 )
 from rollway.weights.megatron.pieces import RankLayout, local_view, pieces, place
-from rollway.weights.sources import HeldTensor
+from rollway.weights.sources import HeldTensor, check_plain
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(?=\.|$)")
 _WEIGHT_BUFFERS = ("expert_bias",)  # Buffers that are weights; all others are counters and states
@@ -69,7 +68,7 @@ def from_megatron(
         UsageError: a parameter that cannot be mapped.
 
     Example:
-        names = NameMap(config["model_type"], ModelGeometry.from_hf_config(config))
+        names = NameMap.from_hf_config(config)
         offer = weights.publish(step, rollway.from_megatron(model, names))
     """
     layout, tensors = read_rank(
@@ -99,7 +98,7 @@ def read_rank(
 
     The parameters are those of `from_megatron`. Tensors without a Hugging Face counterpart (the
     second copy of tied embeddings) are left out."""
-    position = replace(position or current_position(), first_layer=0)
+    position = position or current_position()
     shards, hf_names, tensors = {}, {}, {}
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     for chunk in chunks:
@@ -115,7 +114,7 @@ def read_rank(
                     f"This rank has two tensors that are called {name}.",
                     "Check the layer_number of the layers in each chunk.",
                 )
-            role = _find_role(name, module, tensor, names.geometry, roles)
+            role = _find_role(name, module, tensor, names, roles)
             local: Shape = local_view(name, tuple(tensor.shape), names.geometry, position)
             shards[name] = place(name, dtype_name(tensor), local, role, position)
             hf_names[name], tensors[name] = counterparts, tensor.detach().view(local)
@@ -170,14 +169,10 @@ def _find_role(
     name: str,
     module: torch.nn.Module,
     tensor: torch.Tensor,
-    geometry: ModelGeometry,
+    names: NameMap,
     overrides: RoleOverrides | None,
 ) -> Role:
-    if type(tensor.data) is not torch.Tensor:
-        raise UsageError(
-            f"{name} is a {type(tensor.data).__name__}; Rollway does not know its memory.",
-            "Publish from the parameters before they are quantised.",
-        )
+    check_plain(name, tensor)
     parameter = Parameter(
         name,
         type(module).__name__,
@@ -185,4 +180,4 @@ def _find_role(
         getattr(tensor, "partition_dim", None),
         getattr(tensor, "partition_stride", None),
     )
-    return classify(parameter, gated=geometry.gated, overrides=overrides)
+    return classify(parameter, gated=names.gated, overrides=overrides)

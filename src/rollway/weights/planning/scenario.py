@@ -1,64 +1,114 @@
-"""Plan from a short description: `megatron:tp=2,ep=8` to `vllm:tp=2`, for a model on disk.
+"""Say what a refit over NIXL would move: from `megatron:tp=2,ep=8` to `vllm:tp=2`, for a model.
 
-Neither has to run. A `config.json` is enough: the tensors of the Llama and Qwen families (dense and
-mixtures of experts) follow from it, also for models that would not fit on this machine. What the
-ranks of a Megatron trainer hold of them follows from its parallel sizes (`describe`).
+    what each rank publishes     boxes of Hugging Face tensors, divided where the engine cuts them
+    what each rank needs         vLLM's shards (`targets`)
+    what each rank reads         all pieces of its shard; all of a tensor if a piece would be cut
+
+Neither side has to run. A `config.json` is enough: transformers knows which tensors follow from it,
+also for models that would not fit on this machine. What the ranks of a Megatron trainer hold of
+them follows from its parallel sizes (`describe`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader, read_config, read_headers
-from rollway.weights.layout import Box, Role, Shape, Shard
+from rollway.weights.layout import ELEMENT_BYTES, Box, Role, Shape, Shard
 from rollway.weights.megatron.geometry import ModelGeometry, Position, Topology
 from rollway.weights.megatron.names import NameMap, role_of_name
-from rollway.weights.megatron.pieces import MegatronModel, RankLayout, is_legacy, sharding
-from rollway.weights.planning.plan import plan
-from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.sources import Source, fsdp_sources, megatron_sources
-from rollway.weights.planning.targets import engine_ranks, engine_targets, hf_target
-from rollway.weights.planning.transfers import Plan
+from rollway.weights.megatron.pieces import (
+    MegatronModel,
+    RankLayout,
+    is_legacy,
+    pieces,
+    place,
+    sharding,
+)
+from rollway.weights.planning.targets import EngineRank, Headers, cells, engine_ranks, part_of
 
 _SOURCES = {
-    "hf": (),
     "fsdp": ("ranks",),
     "megatron": ("tp", "pp", "ep", "etp", "world", "padded_vocab"),
 }
-_TARGETS = {"hf": (), "vllm": ("tp", "ep")}
+_TARGETS = {"vllm": ("tp", "ep")}
 """The sizes that a layout may have; the one without a name is `ranks`."""
-_QK_NORM = ("qwen3", "qwen3_moe")
-_QKV_BIAS = ("qwen2", "qwen2_moe")
-_KNOWN = ("llama", "mistral", *_QK_NORM, *_QKV_BIAS)
-_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _FUSED_NORM = ".layer_norm_"
 _OTHER_EXPERTS = (".experts.local_experts.", ".experts.weight")
 Config = Mapping[str, Any]
-Headers = dict[str, TensorHeader]
+Published = Mapping[str, Mapping[Box, str]]
+"""By Hugging Face tensor: its pieces, and the rank that publishes each of them."""
 
 
-def plan_scenario(model: Path, source: str, target: str, costs: Costs | None = None) -> Plan:
-    """Plan how a trainer laid out as `source` would refit one engine laid out as `target`.
+@dataclass(slots=True)
+class Total:
+    """What a rank of an engine needs, and what it reads."""
+
+    needed: int = 0  # Bytes
+    reads: int = 0  # Pieces
+    sources: Counter[str] = field(default_factory=Counter)  # Bytes read, by source
+
+    @property
+    def moved(self) -> int:
+        return self.sources.total()
+
+
+def plan_scenario(model: Path, source: str, target: str) -> dict[str, Total]:
+    """Return what each rank of one engine laid out as `target` would read in a refit by a trainer
+    laid out as `source`.
 
     Parameters:
         model: a checkpoint directory, or a `config.json`.
-        source: hf, fsdp:RANKS, or megatron:tp=..,pp=..,ep=..,etp=..
-        target: hf, or vllm:tp=..,ep=..
-        costs: speeds of the machines.
+        source: fsdp:RANKS, or megatron:tp=..,pp=..,ep=..,etp=..
+        target: vllm:tp=..,ep=..
     """
-    kind, sizes = _parse(target, _TARGETS)
+    _, sizes = _parse(target, _TARGETS)
     config, headers = read_model(model)
-    sources = _make_sources(source, config, headers)
-    if kind == "hf":
-        return plan(sources, ["receiver"], hf_target(headers), costs)
     ranks = engine_ranks(config, **sizes)
-    receivers = [f"rank{number}" for number in range(len(ranks))]
-    return plan(sources, receivers, engine_targets(ranks, headers), costs)
+    published = divide(_publish(source, config, headers), headers, sizes.get("tp", 1))
+    return {f"rank{number}": plan(published, headers, rank) for number, rank in enumerate(ranks)}
+
+
+def plan(published: Published, headers: Headers, rank: EngineRank) -> Total:
+    """Return what a rank of an engine reads of tensors that are published in these pieces."""
+    parameters: dict[str, str] = {}
+    boxes: dict[str, Box | None] = {}
+    for name, header in headers.items():
+        try:
+            parameters[name], part = part_of(name, headers, rank)
+            boxes[name] = part.box if part else None
+        except (UsageError, IndexError):  # without a rule, it is received whole
+            parameters[name], boxes[name] = name, Box.whole(header.shape)
+    # A part of a piece cannot be verified, and the tensors of a parameter are verified together.
+    received_whole = {
+        parameters[name]
+        for name, box in boxes.items()
+        if box is not None and not _is_made_of(published[name], box)
+    }
+    total = Total()
+    for name, box in boxes.items():
+        size = ELEMENT_BYTES[headers[name].dtype]
+        total.needed += box.elements * size if box else 0
+        if parameters[name] in received_whole:
+            box = Box.whole(headers[name].shape)
+        for piece in _list_inside(published[name], box) if box else ():
+            total.reads += 1
+            total.sources[published[name][piece]] += piece.elements * size
+    return total
+
+
+def _is_made_of(published: Mapping[Box, str], box: Box) -> bool:
+    return all(piece.intersect(box) == piece for piece in _list_inside(published, box))
+
+
+def _list_inside(published: Mapping[Box, str], box: Box) -> list[Box]:
+    """Return the pieces that have an element of a box."""
+    return [box] if box in published else [piece for piece in published if piece.intersect(box)]
 
 
 def _parse(spec: str, kinds: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, int]]:
@@ -77,130 +127,129 @@ def _parse(spec: str, kinds: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[s
     return kind, sizes
 
 
-def _make_sources(spec: str, config: Config, headers: Headers) -> list[Source]:
+def _publish(spec: str, config: Config, headers: Headers) -> Published:
     kind, sizes = _parse(spec, _SOURCES)
-    if kind != "megatron":
-        return fsdp_sources(headers, sizes.get("ranks", 1))
-    geometry = ModelGeometry.from_hf_config(config)
-    geometry = replace(geometry, padded_vocab=sizes.pop("padded_vocab", 0))
-    names = NameMap(str(config.get("model_type", "")), geometry)
-    return megatron_sources(describe(headers, names, Topology(**sizes)))
+    if kind == "fsdp":
+        return publish_rows(headers, sizes.get("ranks", 1))
+    padded_vocab = sizes.pop("padded_vocab", 0)
+    names = NameMap(str(config.get("model_type")), ModelGeometry.from_hf_config(config))
+    model = describe(headers, names, Topology(**sizes), padded_vocab=padded_vocab)
+    published = publish_shards(model)
+    if missing := headers.keys() - published.keys():
+        raise UsageError(
+            f"Rollway does not know where Megatron keeps {min(missing)}.",
+            "Plan for a model without it.",
+        )
+    return published
 
 
-# --- the tensors of a model, from its config.json ------------------------------------------------
+# --- the tensors of a model ----------------------------------------------------------------------
 
 
-def read_model(path: Path) -> tuple[dict[str, Any], Headers]:
+def read_model(path: Path) -> tuple[dict[str, Any], dict[str, TensorHeader]]:
     """Return config and tensors of a checkpoint directory, or of a `config.json` alone."""
     config = read_config(path / "config.json" if path.is_dir() else path)
     has_weights = path.is_dir() and any(path.glob("model*.safetensors*"))
-    return config, read_headers(path) if has_weights else hf_headers(config)
+    headers = read_headers(path) if has_weights else hf_headers(config)
+    if config.get("tie_word_embeddings"):
+        headers.pop("lm_head.weight", None)  # the same tensor as the embedding
+    return config, headers
 
 
-def hf_headers(config: Config) -> Headers:
+def hf_headers(config: Config) -> dict[str, TensorHeader]:
     """Return name, dtype and shape of the tensors of the model that `config` describes."""
-    kind = str(config.get("model_type", ""))
-    if kind not in _KNOWN:
+    ModelGeometry.from_hf_config(config)  # refuses sizes with which a model takes hours to build
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from rollway.weights.sources import from_module
+
+        known = AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(known, dtype=known.dtype or torch.bfloat16)
+    except Exception as error:  # transformers raises errors of many kinds
         raise UsageError(
-            f"Rollway does not know the tensors of a model of type {kind!r}.",
-            f"Give a directory with its weight files, or one of {', '.join(_KNOWN)}.",
-        )
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    if dtype not in _DTYPES:
-        raise UsageError(
-            f"The model's config.json has the unknown dtype {dtype}.",
-            f"Use one of {', '.join(_DTYPES)}.",
-        )
-    geometry = ModelGeometry.from_hf_config(config)
-    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
-    if type(step) is not int or step < 1 or not isinstance(dense, list):
-        raise UsageError(
-            "The model's config.json has an invalid decoder_sparse_step or mlp_only_layers.",
-            "Save the model's config again.",
-        )
+            f"transformers cannot build the model of this config.json: {str(error)[:300]}",
+            "Give a directory with the model's weight files, or install transformers and torch.",
+        ) from error
+    shards = (held.shard for held in from_module(model))
+    return {shard.name: TensorHeader(shard.dtype, shard.shape) for shard in shards}
+
+
+# --- trainers that do not run --------------------------------------------------------------------
+
+
+def publish_rows(headers: Headers, ranks: int) -> Published:
+    """Return what ranks publish that shard every tensor by rows, as FSDP2 does. The last ranks may
+    have fewer rows than others, or none. The first has tensors without dimensions."""
+    published: dict[str, dict[Box, str]] = {}
+    for name, header in headers.items():
+        whole, height = Box.whole(header.shape), header.shape[0] if header.shape else 1
+        rows = -(-height // ranks)
+        parts = published[name] = {}
+        for rank, start in enumerate(range(0, height, rows)):
+            stop = min(start + rows, height)
+            parts[whole.narrow(0, start, stop) if header.shape else whole] = f"trainer{rank}"
+    return published
+
+
+def publish_shards(model: MegatronModel) -> Published:
+    """Return what the ranks of a Megatron trainer publish."""
+    published: dict[str, dict[Box, str]] = {}
+    for rank, layout in model.ranks.items():
+        for tensor, names in layout.names.items():
+            if layout.owns(tensor):
+                for piece in pieces(layout.shards[tensor], names, model.geometry):
+                    published.setdefault(piece.name, {})[piece.box] = f"trainer{rank}"
+    return published
+
+
+def divide(published: Published, headers: Headers, ranks: int) -> Published:
+    """Return pieces divided where engines of `ranks` tensor ranks cut their tensors."""
     return {
-        name: TensorHeader(_DTYPES[dtype], shape, "")
-        for name, shape in _list_tensors(config, geometry)
+        name: {
+            inside: source
+            for piece, source in parts.items()
+            for cell in cells(name, headers, ranks)
+            if (inside := cell.intersect(piece))
+        }
+        for name, parts in published.items()
     }
 
 
-def _list_tensors(config: Config, size: ModelGeometry) -> Iterator[tuple[str, Shape]]:
-    yield "model.embed_tokens.weight", (size.vocab, size.hidden)
-    for layer in range(size.layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (size.hidden,)
-        yield from _list_attention(f"{prefix}.self_attn", config, size)
-        yield f"{prefix}.post_attention_layernorm.weight", (size.hidden,)
-        if size.experts and not _is_dense(layer, config):
-            yield f"{prefix}.mlp.gate.weight", (size.experts, size.hidden)
-            for expert in range(size.experts):
-                yield from _list_mlp(f"{prefix}.mlp.experts.{expert}", size.moe_ffn, size.hidden)
-        else:
-            yield from _list_mlp(f"{prefix}.mlp", size.ffn, size.hidden)
-    yield "model.norm.weight", (size.hidden,)
-    if not size.tied_embeddings:
-        yield "lm_head.weight", (size.vocab, size.hidden)
-
-
-def _is_dense(layer: int, config: Config) -> bool:
-    step = int(config.get("decoder_sparse_step") or 1)
-    return layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % step != 0
-
-
-def _list_attention(
-    prefix: str, config: Config, size: ModelGeometry
-) -> Iterator[tuple[str, Shape]]:
-    rows = {"q": size.query_rows, "k": size.key_rows, "v": size.key_rows}
-    for part, count in rows.items():
-        yield f"{prefix}.{part}_proj.weight", (count, size.hidden)
-        if config.get("attention_bias") or config["model_type"] in _QKV_BIAS:
-            yield f"{prefix}.{part}_proj.bias", (count,)
-    yield f"{prefix}.o_proj.weight", (size.hidden, size.heads * size.head_dim)
-    if config.get("attention_bias"):
-        yield f"{prefix}.o_proj.bias", (size.hidden,)
-    if config["model_type"] in _QK_NORM:
-        yield f"{prefix}.q_norm.weight", (size.head_dim,)
-        yield f"{prefix}.k_norm.weight", (size.head_dim,)
-
-
-def _list_mlp(prefix: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]:
-    yield f"{prefix}.gate_proj.weight", (width, hidden)
-    yield f"{prefix}.up_proj.weight", (width, hidden)
-    yield f"{prefix}.down_proj.weight", (hidden, width)
-
-
-# --- a trainer that does not run ---------------------------------------------------------------
-
-
 def describe(
-    hf: Mapping[str, TensorHeader],
+    hf: Headers,
     names: NameMap,
     topology: Topology,
+    *,
+    padded_vocab: int = 0,
     templates: Sequence[str] | None = None,
 ) -> MegatronModel:
     """Return what the ranks of a trainer hold of a model with these Hugging Face tensors.
 
-    `templates` are the names of `names.table` that its modules have, by default those with
-    Transformer Engine: norms in the linear layer that follows, grouped experts. Of two names for
-    one tensor, the first counts. The second copy of tied embeddings, on the last pipeline stage, is
-    left out."""
+    `padded_vocab` counts the rows of the embedding over all ranks, if it is padded. `templates` are
+    the names of `names.table` that its modules have, by default those with Transformer Engine:
+    norms in the linear layer that follows, grouped experts. Of two names for one tensor, the first
+    counts. The second copy of tied embeddings, on the last pipeline stage, is left out."""
+    vocab = max(padded_vocab, names.geometry.vocab)
     if templates is None:
         chosen = (name for name in names.table if not any(mark in name for mark in _OTHER_EXPERTS))
         templates = sorted(chosen, key=lambda name: _FUSED_NORM not in name)
     layouts: dict[int, RankLayout] = {}
     shared: dict[tuple[int, int], list[tuple[Shard, tuple[str, ...]]]] = {}
     for rank, position in enumerate(topology.positions()):
-        place = position.pp, position.ep  # the names of a rank's tensors depend only on these
-        if place not in shared:
-            shared[place] = list(_list_shards(hf, names, position, templates))
-        shards = {tensor.name: _make_shard(tensor, position) for tensor, _ in shared[place]}
-        hf_names = {tensor.name: parts for tensor, parts in shared[place]}
+        stage = position.pp, position.ep  # the names of a rank's tensors depend only on these
+        if stage not in shared:
+            shared[stage] = list(_list_tensors(hf, names, position, templates, vocab))
+        shards = {tensor.name: _make_shard(tensor, position) for tensor, _ in shared[stage]}
+        hf_names = {tensor.name: parts for tensor, parts in shared[stage]}
         layouts[rank] = RankLayout(position, shards, hf_names)
     return MegatronModel(names.geometry, layouts)
 
 
-def _list_shards(
-    hf: Mapping[str, TensorHeader], names: NameMap, position: Position, templates: Sequence[str]
+def _list_tensors(
+    hf: Headers, names: NameMap, position: Position, templates: Sequence[str], vocab: int
 ) -> Iterator[tuple[Shard, tuple[str, ...]]]:
     """Yield Megatron's tensors, all tensor-parallel ranks joined, and the HF tensors in each."""
     used: set[str] = set()
@@ -214,25 +263,30 @@ def _list_shards(
             if not all(n in hf for n in names.hf_names(linear, position)):
                 continue
         used.update(hf_names)
-        role = role_of_name(template, gated=names.geometry.gated)
-        shapes = [hf[n].shape for n in hf_names]
-        shape = _join_shapes(name, role, shapes, names.geometry, position)
+        role = role_of_name(template)
+        shape = _join_shapes(name, role, [hf[n].shape for n in hf_names])
+        if role is Role.VOCAB_PARALLEL:
+            shape = (vocab, *shape[1:])
         yield Shard(name, hf[hf_names[0]].dtype, shape, Box.whole(shape), role), hf_names
 
 
 def _list_names(
     templates: Sequence[str], geometry: ModelGeometry, position: Position
 ) -> Iterator[tuple[str, str]]:
-    """Yield every name that a rank could have, after the template it is made from."""
+    """Yield every name that a rank could have, after the template that it is made from."""
     first, last = position.pp == 0, position.pp == position.pp_size - 1
-    position.layer_offset(geometry)  # raises if the stages cannot share the layers evenly
-    layers = range(geometry.layers // position.pp_size)
+    layers, rest = divmod(geometry.layers, position.pp_size)
+    if rest:
+        raise UsageError(
+            f"{geometry.layers} layers cannot be shared evenly by {position.pp_size} stages.",
+            "Use a pipeline parallel size that divides them.",
+        )
     experts = range(position.local_experts(geometry)) if geometry.experts else range(0)
     for template in templates:
         if ".experts." in template and not experts:
             continue
         if "{layer}" in template:
-            for layer in layers:
+            for layer in range(position.pp * layers, (position.pp + 1) * layers):
                 named = template.replace("{layer}", str(layer))
                 for expert in experts if "{expert}" in template else (0,):
                     yield template, named.replace("{expert}", str(expert))
@@ -241,37 +295,26 @@ def _list_names(
 
 
 def _make_shard(tensor: Shard, position: Position) -> Shard:
-    box = _find_box(tensor.role, is_legacy(tensor.name), tensor.shape, position)
-    if box is None:
-        raise UsageError(
-            f"{tensor.name} ({list(tensor.shape)}) cannot be cut evenly at {position}.",
-            "Use other parallel sizes, or a padded_vocab that they divide.",
-        )
-    return replace(tensor, box=box)
+    """Return what a rank holds of a tensor."""
+    name, shape, role = tensor.name, tensor.shape, tensor.role
+    axis, _, size = sharding(role, is_legacy(name), len(shape), position)
+    if axis is not None:
+        length, rest = divmod(shape[axis], size)
+        if rest:
+            raise UsageError(
+                f"{name} ({list(shape)}) cannot be cut evenly at {position}.",
+                "Use other parallel sizes, or a padded_vocab that they divide.",
+            )
+        shape = (*shape[:axis], length, *shape[axis + 1 :])
+    return place(name, tensor.dtype, shape, role, position)
 
 
-@lru_cache(maxsize=65536)
-def _find_box(role: Role, legacy: bool, shape: Shape, position: Position) -> Box | None:
-    """Return the box of a tensor that a rank holds, or None if it cannot be shared evenly."""
-    axis, rank, size = sharding(role, legacy, len(shape), position)
-    whole = Box.whole(shape)
-    if axis is None:
-        return whole
-    length, rest = divmod(shape[axis], size)
-    return None if rest else whole.narrow(axis, rank * length, (rank + 1) * length)
-
-
-def _join_shapes(
-    name: str, role: Role, shapes: list[Shape], geometry: ModelGeometry, position: Position
-) -> Shape:
+def _join_shapes(name: str, role: Role, shapes: list[Shape]) -> Shape:
     """Return the shape of Megatron's tensor, all tensor-parallel ranks joined."""
+    rows, *columns = shapes[0]
     if is_legacy(name):
-        experts, width = position.local_experts(geometry), shapes[0][role is Role.EXPERT_ROW]
-        if role is Role.EXPERT_ROW:
-            return experts * width, geometry.hidden
-        return experts * geometry.hidden, width * len(shapes) // experts
-    if role is Role.VOCAB_PARALLEL:
-        return (geometry.padded_vocab or geometry.vocab, *shapes[0][1:])
-    if len(shapes) == 1:
-        return shapes[0]
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        # Transposed, expert after expert; gate and up side by side.
+        experts = len(shapes) if role is Role.EXPERT_ROW else len(shapes) // 2
+        width = rows * len(shapes) // experts
+        return experts * columns[0], width
+    return (sum(shape[0] for shape in shapes), *columns)

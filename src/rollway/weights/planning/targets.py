@@ -1,9 +1,4 @@
-"""Describe what the ranks of an engine receive: whole tensors, or vLLM's shards of them.
-
-A `Target` says that one Hugging Face tensor goes into one parameter, and which part of it each rank
-receives. Tensors of equal geometry share the very same `parts` object. So the planner recognises by
-identity that layer 60 is sharded like layer 0; a flat list of boxes would have more than a million
-entries for a large mixture of experts.
+"""Describe what the ranks of an engine receive: vLLM's shards of Hugging Face tensors.
 
     q_proj, k_proj, v_proj   qkv_proj      [q of this rank; k; v]; k and v heads are repeated if
                                            there are fewer of them than ranks
@@ -23,13 +18,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from rollway.errors import UsageError
+from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Shape
 from rollway.weights.megatron.geometry import ModelGeometry
 
@@ -39,86 +36,22 @@ _REPLICATED = re.compile(r"(.*norm|gate|shared_expert_gate)\.(weight|bias)|e_sco
 _VOCAB_MULTIPLE = 64
 _OTHER_SIZES = "Use a parallel size that divides it."
 
-
-class TensorInfo(Protocol):
-    """Anything with a dtype and a shape, for example the header of a weight file."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> Shape: ...
+Headers = Mapping[str, TensorHeader]  # Hugging Face tensors by name
 
 
-Headers = Mapping[str, TensorInfo]  # Hugging Face tensors by name
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
-    """A contiguous tensor in one rank's memory."""
-
-    dtype: str
-    shape: Shape
-
-
-@dataclass(frozen=True, slots=True)
-class TargetPart:
-    """The box of a tensor that one rank receives, and where it starts in a parameter of `shape`.
-
-    The parameter may have more dimensions in front: experts are stacked there."""
+class TargetPart(NamedTuple):
+    """The box of a tensor that a rank needs, and the shape of the parameter that it goes into."""
 
     box: Box
-    at: Shape
     shape: Shape
-
-
-Parts = tuple[TargetPart | None, ...]
-"""One entry per rank of the engine; None for a rank that receives nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A Hugging Face tensor that goes into the parameter `target` of an engine's ranks."""
-
-    target: str
-    dtype: str
-    parts: Parts
-
-
-Targets = Mapping[str, Sequence[Target]]
-"""By the name of the Hugging Face tensor; two entries if it goes into two parameters."""
-
-
-def hf_slices(
-    headers: Headers, cuts: Mapping[str, Box | None], receivers: int = 1
-) -> dict[str, list[Target]]:
-    """Describe receivers that get the boxes `cuts` of some tensors (None: nothing), and all other
-    tensors whole. A box keeps the name of its tensor."""
-    shared: dict[Box, Parts] = {}
-    targets = {}
-    for name, tensor in headers.items():
-        box = cuts[name] if name in cuts else Box.whole(tensor.shape)
-        if box is None:
-            continue
-        if box not in shared:
-            shared[box] = (TargetPart(box, (0,) * len(box.start), box.shape),) * receivers
-        targets[name] = [Target(name, tensor.dtype, shared[box])]
-    return targets
-
-
-def hf_target(headers: Headers, receivers: int = 1) -> dict[str, list[Target]]:
-    """Describe receivers that each get every Hugging Face tensor whole."""
-    return hf_slices(headers, {}, receivers)
 
 
 class Kind(StrEnum):
-    """How vLLM shards a tensor, and where it is fused."""
+    """How vLLM shards a tensor."""
 
     Q = "q"
-    K = "k"
-    V = "v"
-    FIRST_HALF = "first_half"
-    SECOND_HALF = "second_half"
+    KV = "kv"
+    HALF = "half"  # By rows, as one of two tensors in a parameter
     COLUMN = "column"
     ROW = "row"
     VOCAB = "vocab"
@@ -127,18 +60,15 @@ class Kind(StrEnum):
 
 _MODULES = {
     "q_proj": (Kind.Q, "qkv_proj"),
-    "k_proj": (Kind.K, "qkv_proj"),
-    "v_proj": (Kind.V, "qkv_proj"),
-    "gate_proj": (Kind.FIRST_HALF, "gate_up_proj"),
-    "up_proj": (Kind.SECOND_HALF, "gate_up_proj"),
+    **dict.fromkeys(("k_proj", "v_proj"), (Kind.KV, "qkv_proj")),
+    **dict.fromkeys(("gate_proj", "up_proj"), (Kind.HALF, "gate_up_proj")),
     "o_proj": (Kind.ROW, "o_proj"),
     "down_proj": (Kind.ROW, "down_proj"),
     "embed_tokens": (Kind.VOCAB, "embed_tokens"),
     "lm_head": (Kind.VOCAB, "lm_head"),
 }
 _EXPERT_MODULES = {
-    **dict.fromkeys(("gate_proj", "w1"), (Kind.FIRST_HALF, "w13_weight")),
-    **dict.fromkeys(("up_proj", "w3"), (Kind.SECOND_HALF, "w13_weight")),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (Kind.HALF, "w13_weight")),
     **dict.fromkeys(("down_proj", "w2"), (Kind.ROW, "w2_weight")),
 }
 
@@ -155,22 +85,6 @@ class EngineRank:
     tp_rank: int = 0
     ep_size: int = 1  # 1: no expert parallelism; experts are sharded over the tensor-parallel ranks
     ep_rank: int = 0
-    tied: bool = False
-    """The output layer is the embedding, so a checkpoint's `lm_head` is not loaded."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.tp_rank < self.tp_size or not 0 <= self.ep_rank < self.ep_size:
-            raise UsageError(
-                f"There is no rank {self.tp_rank} of {self.tp_size} tensor ranks with "
-                f"{self.ep_rank} of {self.ep_size} expert ranks.",
-                "Ranks count from 0.",
-            )
-        tp, kv_heads = self.tp_size, self.kv_heads
-        if self.heads % tp or (kv_heads % tp and tp % kv_heads):
-            raise UsageError(
-                f"{self.heads} heads with {kv_heads} KV heads cannot be shared by {tp} ranks.",
-                _OTHER_SIZES,
-            )
 
     @property
     def owned(self) -> range:
@@ -190,42 +104,33 @@ def engine_ranks(config: Mapping[str, Any], tp: int = 1, ep: int = 1) -> list[En
             "Use a multiple of tp for ep, or 1 for no expert parallelism.",
         )
     size = ModelGeometry.from_hf_config(config)
+    heads, kv_heads = size.heads, size.query_groups
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise UsageError(
+            f"{heads} heads with {kv_heads} KV heads cannot be shared by {tp} ranks.", _OTHER_SIZES
+        )
     return [
         EngineRank(
-            heads=size.heads,
-            kv_heads=size.query_groups,
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=size.head_dim,
             experts=size.experts,
             tp_size=tp,
             tp_rank=rank % tp,
             ep_size=ep,
             ep_rank=rank if ep > 1 else 0,
-            tied=size.tied_embeddings,
         )
         for rank in range(max(tp, ep))
     ]
 
 
-def engine_targets(ranks: Sequence[EngineRank], headers: Headers) -> dict[str, list[Target]]:
-    """Return what all ranks of an engine need; layers of equal geometry share their parts."""
-    shared: dict[tuple[Kind, int | None, Shape], Parts] = {}
-    targets = {}
-    for name, tensor in headers.items():
-        if ranks[0].tied and name.endswith("lm_head.weight"):
-            continue
-        kind, expert, parameter = _find_rule(name, headers)
-        key = kind, expert, tensor.shape
-        parts = shared.get(key)
-        if parts is None:
-            parts = shared[key] = tuple(_find_part(name, *key, rank) for rank in ranks)
-        targets[name] = [Target(parameter, tensor.dtype, parts)]
-    return targets
-
-
 def part_of(name: str, headers: Headers, rank: EngineRank) -> tuple[str, TargetPart | None]:
     """Return the parameter that a tensor goes into, and the part of it that a rank needs."""
     kind, expert, parameter = _find_rule(name, headers)
-    return parameter, _find_part(name, kind, expert, headers[name].shape, rank)
+    try:
+        return parameter, _find_part(kind, expert, headers[name].shape, rank)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error.message}", error.hint) from error
 
 
 def cells(name: str, headers: Headers, ranks: int) -> tuple[Box, ...]:
@@ -260,7 +165,7 @@ def _find_rule(name: str, headers: Headers) -> tuple[Kind, int | None, str]:
     prefix, dot, module = front.rpartition(".")
     if module in _MODULES and leaf in ("weight", "bias"):
         kind, parameter = _MODULES[module]
-        if kind is Kind.SECOND_HALF and f"{prefix}.gate_proj.{leaf}" not in headers:
+        if kind is Kind.HALF and f"{prefix}.gate_proj.{leaf}" not in headers:
             return Kind.COLUMN, None, name  # an MLP without a gate
         return kind, None, f"{prefix}{dot}{parameter}.{leaf}"
     if _REPLICATED.fullmatch(f"{module}.{leaf}") or _REPLICATED.fullmatch(leaf):
@@ -275,85 +180,75 @@ def _is_replicated(kind: Kind, shape: Shape) -> bool:
     return kind is Kind.REPLICATED or not shape or (kind is Kind.ROW and len(shape) == 1)
 
 
-def _find_part(
-    name: str, kind: Kind, expert: int | None, shape: Shape, rank: EngineRank
-) -> TargetPart | None:
+@lru_cache(maxsize=65536)  # the layers of a model are sharded alike
+def _find_part(kind: Kind, expert: int | None, shape: Shape, rank: EngineRank) -> TargetPart | None:
     if expert is not None:
-        return _find_expert(name, kind, expert, shape, rank)
+        return _find_expert(kind, expert, shape, rank)
     if _is_replicated(kind, shape):
-        return TargetPart(Box.whole(shape), (0,) * len(shape), shape)
-    if kind in (Kind.Q, Kind.K, Kind.V):
-        return _find_qkv(name, kind, shape, rank)
+        return TargetPart(Box.whole(shape), shape)
+    if kind in (Kind.Q, Kind.KV):
+        return _find_qkv(kind, shape, rank)
     if kind is Kind.VOCAB:
-        return _find_vocab(name, shape, rank)
-    return _find_shard(name, kind, shape, rank.tp_size, rank.tp_rank)
+        return _find_vocab(shape, rank)
+    return _find_shard(kind, shape, rank.tp_size, rank.tp_rank)
 
 
-def _find_shard(name: str, kind: Kind, shape: Shape, tp: int, rank: int) -> TargetPart:
+def _find_shard(kind: Kind, shape: Shape, tp: int, rank: int) -> TargetPart:
     axis = 1 if kind is Kind.ROW else 0
-    size = _divide(shape[axis], tp, name)
-    halves = 2 if kind in (Kind.FIRST_HALF, Kind.SECOND_HALF) else 1
-    at = size if kind is Kind.SECOND_HALF else 0
-    return _make_part(shape, axis, rank * size, size, at, halves * size)
+    size = _divide(shape[axis], tp)
+    return _make_part(shape, axis, rank * size, size, 2 * size if kind is Kind.HALF else size)
 
 
-def _make_part(shape: Shape, axis: int, start: int, size: int, at: int, of: int) -> TargetPart:
-    """Return `size` rows (or columns) of a tensor, which go to row `at` of a parameter of `of`."""
-    target = Box.whole(shape).narrow(axis, at, of)
+def _make_part(shape: Shape, axis: int, start: int, size: int, of: int) -> TargetPart:
+    """Return `size` rows (or columns) of a tensor, for a parameter that has `of`."""
     box = Box.whole(shape).narrow(axis, start, start + size)
-    return TargetPart(box, target.start, target.stop)
+    return TargetPart(box, (*shape[:axis], of, *shape[axis + 1 :]))
 
 
-def _find_qkv(name: str, kind: Kind, shape: Shape, rank: EngineRank) -> TargetPart:
+def _find_qkv(kind: Kind, shape: Shape, rank: EngineRank) -> TargetPart:
     tp, t, d = rank.tp_size, rank.tp_rank, rank.head_dim
     heads = rank.heads if kind is Kind.Q else rank.kv_heads
     if shape[0] != heads * d:
         raise UsageError(
-            f"{name} has {shape[0]} rows; {heads} heads of {d} have {heads * d}.",
+            f"It has {shape[0]} rows; {heads} heads of {d} have {heads * d}.",
             "Check heads, KV heads and head_dim against the model's config.json.",
         )
     q_rows = rank.heads // tp * d
     kv_rows = max(1, rank.kv_heads // tp) * d
     fused = q_rows + 2 * kv_rows
     if kind is Kind.Q:
-        return _make_part(shape, 0, t * q_rows, q_rows, 0, fused)
+        return _make_part(shape, 0, t * q_rows, q_rows, fused)
     replicas = max(1, tp // rank.kv_heads)  # so many neighbouring ranks hold the same KV head
-    at = q_rows if kind is Kind.K else q_rows + kv_rows
-    return _make_part(shape, 0, t // replicas * kv_rows, kv_rows, at, fused)
+    return _make_part(shape, 0, t // replicas * kv_rows, kv_rows, fused)
 
 
-def _find_vocab(name: str, shape: Shape, rank: EngineRank) -> TargetPart | None:
+def _find_vocab(shape: Shape, rank: EngineRank) -> TargetPart | None:
     """Return this rank's rows without padding, or None if it holds padding alone."""
-    rows = _divide(_pad_vocab(shape[0]), rank.tp_size, name)
+    rows = _divide(_pad_vocab(shape[0]), rank.tp_size)
     start = rank.tp_rank * rows
     real = min(shape[0], start + rows) - start
-    return _make_part(shape, 0, start, real, 0, rows) if real > 0 else None
+    return _make_part(shape, 0, start, real, rows) if real > 0 else None
 
 
 def _pad_vocab(rows: int) -> int:
     return -(-rows // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
 
-def _find_expert(
-    name: str, kind: Kind, expert: int, shape: Shape, rank: EngineRank
-) -> TargetPart | None:
+def _find_expert(kind: Kind, expert: int, shape: Shape, rank: EngineRank) -> TargetPart | None:
     if expert >= rank.experts:
         raise UsageError(
-            f"{name} is beyond the model's {rank.experts} experts.",
+            f"It is beyond the model's {rank.experts} experts.",
             "Check the number of experts in the model's config.json.",
         )
     if expert not in rank.owned:
         return None
     # With expert parallelism, an expert is whole on its rank.
     tp, t = (rank.tp_size, rank.tp_rank) if rank.ep_size == 1 else (1, 0)
-    part = _find_shard(name, kind, shape, tp, t)
-    here = expert - rank.owned.start
-    return TargetPart(part.box, (here, *part.at), (len(rank.owned), *part.shape))
+    part = _find_shard(kind, shape, tp, t)
+    return TargetPart(part.box, (len(rank.owned), *part.shape))
 
 
-def _divide(size: int, ranks: int, name: str) -> int:
+def _divide(size: int, ranks: int) -> int:
     if size % ranks:
-        raise UsageError(
-            f"{name} cannot be cut into {ranks} equal parts along {size}.", _OTHER_SIZES
-        )
+        raise UsageError(f"{size} cannot be cut into {ranks} equal parts.", _OTHER_SIZES)
     return size // ranks

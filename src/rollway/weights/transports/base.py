@@ -60,7 +60,7 @@ class Publisher(ABC):
     """The last version that was published."""
     _closed = False
 
-    def publish(self, /, version: int, tensors: Source | None = None, **options: Any) -> Offer:
+    def publish(self, /, version: int, tensors: Source | None = None) -> Offer:
         """Publish a version and return its offer, which a refit distributes to the workers.
 
         Transports that copy do so before they request the next tensor from an iterator, so a
@@ -70,7 +70,6 @@ class Publisher(ABC):
             version: the number of the version, higher than all before.
             tensors: pairs of name and tensor, for example `model.named_parameters()`, or the
                 result of `from_module` or `from_megatron`; None for the adopted tensors.
-            **options: collective: `receivers`, as in `expect`; nixl: `timeout`, in seconds.
 
         Raises:
             UsageError: no tensors, an old version, tensors that this transport cannot publish, or
@@ -80,7 +79,7 @@ class Publisher(ABC):
         if self._closed:
             raise UsageError("This publisher is closed.", "Publish inside its `with` block.")
         check_next(version, self.newest)
-        offer = self._publish(version, tensors, **options)
+        offer = self._publish(version, tensors)
         self.newest = version
         return offer
 

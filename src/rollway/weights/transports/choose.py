@@ -220,10 +220,6 @@ class AutomaticPublisher(Publisher):
         publisher = self._publisher or self._open(parameters)[0]
         publisher.adopt(parameters)
 
-    def expect(self, receivers: int) -> None:
-        if self._publisher is not None:
-            self._publisher.expect(receivers)
-
     def wait(self, version: int, seconds: float | None = None) -> None:
         if self._publisher is not None:
             self._publisher.wait(version, seconds)

@@ -158,25 +158,22 @@ class FilesReader(Reader):
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
     ) -> Iterator[tuple[str, Tensor]]:
-        directory = _find_directory(offer)
+        directory, whole = _find_directory(offer), bool(offer.where.get("whole", True))
+        identities = {offer.identity}
         sums = self.sums(offer)
         if sums:
             yield from _read_summed(directory, sums, summed)
-            whole = bool(offer.where.get("whole", True))
             now = check_checkpoint(directory, whole=whole, weights=False, needs_config=False)
-            if now.identity != offer.identity:
-                raise WeightsError(f"{directory} changed while it was read.", "Write it again.")
-            return
-        # The weights count here; whoever made the offer has decided whether they need a config.
-        whole = bool(offer.where.get("whole", True))
-        check = partial(check_checkpoint, directory, whole=whole, needs_config=False)
-        with ThreadPoolExecutor(1) as pool:
-            # Beside reading, since hashing takes about as long.
-            verified = pool.submit(check)
-            yield from read_tensors(directory)
-            checkpoint = verified.result()
-        now = check_checkpoint(directory, whole=False, needs_config=False)
-        if not checkpoint.identity == now.identity == offer.identity:
+        else:
+            # The weights count here; whoever made the offer has decided whether they need a config.
+            check = partial(check_checkpoint, directory, whole=whole, needs_config=False)
+            with ThreadPoolExecutor(1) as pool:
+                # Beside reading, since hashing takes about as long.
+                verified = pool.submit(check)
+                yield from read_tensors(directory)
+                identities.add(verified.result().identity)
+            now = check_checkpoint(directory, whole=False, needs_config=False)
+        if identities != {now.identity}:
             raise WeightsError(f"{directory} changed while it was read.", "Write it again.")
 
 
@@ -194,8 +191,6 @@ def _read_summed(
     directory: Path, sums: Mapping[str, int], summed: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors, and compare their sums; that is ten times as fast as hashing the files."""
-    from rollway.weights.digest.checksums import word_sum
-
     for name, tensor in read_tensors(directory):
         yield name, tensor
         if not summed(name) and word_sum(tensor) != sums[name]:

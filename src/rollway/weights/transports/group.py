@@ -4,7 +4,7 @@ GPUs.
     rank 0                              a store of rank 0's             ranks 1, 2, …
     gloo: its address ────────────────► ◄────────────────────────────── their addresses
     NCCL: an id, as vLLM writes it ───► broadcast_from/0/0 ───────────► read as plain bytes
-    ══════ post, post, finish, post, finish, …: one message is sent while the last is used ══════
+    ══════ broadcast, broadcast, …: messages of bytes, of lengths that all ranks know ═════════════
 
 Three dialects use it. They differ in how a group forms, and in how tensors become messages:
 
@@ -26,12 +26,10 @@ import re
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
-from itertools import zip_longest
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import msgspec
 import torch
@@ -47,6 +45,7 @@ UNIQUE_ID = "broadcast_from/0/0"
 """Where vLLM's `StatelessProcessGroup` puts the first object that rank 0 broadcasts."""
 _STRUCTURE = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
 _NCCL = "libnccl.so.2"
+_LEFT = "this rank has left the group"
 _CONNECT_SECONDS = 3.0
 _END_SECONDS = 5.0
 _WATCH_SECONDS = 0.1
@@ -177,10 +176,10 @@ def find_address_towards(host: str, port: int) -> str:
 
 
 class Channel(Protocol):
-    """Broadcasts bytes from rank 0. Messages are posted first and finished later, in this order."""
+    """Broadcasts bytes from rank 0."""
 
-    def post(self, flat: Tensor) -> None: ...
-    def finish(self) -> None: ...
+    def broadcast(self, flat: Tensor) -> None:
+        """Send bytes, or receive them into `flat`; every rank calls this with as many."""
 
 
 class Group:
@@ -200,9 +199,9 @@ class Group:
         tensor wait for ever when its sender is gone, and NCCL waits for ever for any rank that
         died. `line` is a connection to rank 0, unless this is rank 0."""
         self.device = backend.device
-        self._backend: Gloo | Nccl | None = backend
+        self._backend: Any = backend
         self._seconds, self._watch, self._line = step_seconds, watch, line
-        self._posted: deque[Any] = deque()
+        self._work: Any = None
 
     def watch(self) -> None:
         """Raise if the caller gives up, or rank 0 is gone."""
@@ -210,96 +209,65 @@ class Group:
         if _has_ended(self._line):
             raise BrokenOff("The trainer is gone.")
 
-    def post(self, flat: Tensor) -> None:
-        """Start to broadcast bytes; every rank posts as many."""
-        posted, backend, problem = self._posted, self._backend, ""  # another thread may close
-        if backend is None:
-            raise BrokenOff("This rank has left the group.")
-        try:
-            posted.append(backend.broadcast(flat, self._seconds) if flat.numel() else None)
-        except RuntimeError as error:
-            problem = _shorten(error)
-        del backend  # a traceback would keep it
-        if problem:
-            self._break_off(problem)
-
-    def finish(self) -> None:
-        """Wait for the bytes that were posted first."""
-        if not wait_for(self._has_arrived, self._seconds, self.watch):
-            raise BrokenOff(f"Nothing moved for {self._seconds:g} s.")
+    def broadcast(self, flat: Tensor) -> None:
+        """Send bytes from rank 0, or receive them; every rank calls this with as many."""
+        if flat.numel():
+            self._try(lambda: self._start(flat))
+            if not wait_for(lambda: self._try(self._has_arrived), self._seconds, self.watch):
+                raise BrokenOff(f"Nothing moved for {self._seconds:g} s.")
+            self._work = None
 
     def close(self) -> None:
         """Leave the group; a broadcast under way breaks off.
 
-        That may take as long as a lost rank is waited for, so it happens on another thread. What is
-        posted stays in memory until it has ended."""
+        That may take as long as a lost rank is waited for, so it happens on another thread. The
+        bytes of the broadcast stay in memory until it has ended."""
         line, self._line = self._line, None
         if line is not None:
             line.close()
         if self._backend is None:
             return
-        posted = self._posted
-        last_references: list[Any] = [self._backend]
-        self._backend, self._posted = None, deque()
-        last_references += posted
-        posted.clear()
+        last_references, is_idle = [self._backend, self._work], self._work is None
+        self._backend = self._work = None
 
         def end() -> None:
             last_references[0].abort()
-            if len(last_references) > 1:  # gloo's work ends by its own time limit
-                start_thread("rollway-group-end", last_references.clear)
-            else:
-                last_references.clear()
+            last_references.clear()  # gloo waits here, until its work has ended
 
-        wait_for(start_thread("rollway-group-end", end).done, _END_SECONDS)
+        ending = start_thread("rollway-group-end", end)
+        if is_idle:
+            wait_for(ending.done, _END_SECONDS)
+
+    def _start(self, flat: Tensor) -> None:
+        self._work = self._backend.broadcast(flat, self._seconds)
 
     def _has_arrived(self) -> bool:
-        posted, problem = self._posted, ""
-        try:
-            if posted[0] is None or posted[0].is_completed():
-                if posted[0] is not None:
-                    posted[0].wait()  # raises the error of a broadcast that failed
-                posted.popleft()
-                return True
-        except IndexError:  # another thread has closed it
-            problem = "this rank has left the group"
-        except RuntimeError as error:
-            problem = _shorten(error)
-        if problem:
-            self._break_off(problem)
-        return False
+        if not self._work.is_completed():
+            return False
+        self._work.wait()  # raises the error of a broadcast that failed
+        return True
 
-    def _break_off(self, problem: str) -> None:
+    def _try(self, call: Callable[[], T]) -> T:
+        """Make a call of the backend; raise its error anew, since a traceback would keep it."""
+        problem = "this rank has left the group"
+        try:
+            result = call()
+            if self._backend is not None:  # else another thread has closed it
+                return result
+        except (AttributeError, RuntimeError) as error:
+            if self._backend is not None:
+                problem = _shorten(error)
         self.watch()  # if somebody gave up or rank 0 is gone, that is the cause
         raise BrokenOff(f"The broadcast broke off: {problem}.")
 
 
 def send(group: Channel, messages: Iterable[Tensor]) -> int:
-    """Broadcast messages from rank 0, and return their bytes. One is under way while the next is
-    made, so a message may be in the memory of the last but one."""
-    number = nbytes = 0
-    for number, flat in enumerate(messages, 1):
-        group.post(flat)
+    """Broadcast messages from rank 0, and return their bytes."""
+    nbytes = 0
+    for flat in messages:
+        group.broadcast(flat)
         nbytes += flat.nbytes
-        if number > 1:
-            group.finish()
-    if number:
-        group.finish()
     return nbytes
-
-
-def receive(group: Group, sizes: Sequence[int]) -> Iterator[Tensor]:
-    """Yield messages of these sizes, each valid until the next is requested, which arrives
-    meanwhile."""
-    largest = [max(sizes[start::2], default=0) for start in range(2)]
-    buffers = [torch.empty(size, dtype=torch.uint8, device=group.device) for size in largest]
-    flats = [buffers[number % 2][:size] for number, size in enumerate(sizes)]
-    group.post(flats[0])
-    for flat, upcoming in zip_longest(flats, flats[1:]):
-        if upcoming is not None:
-            group.post(upcoming)
-        group.finish()
-        yield flat
 
 
 def form_group(
@@ -355,7 +323,7 @@ def _has_ended(line: socket.socket | None) -> bool:
         return True
 
 
-def _shorten(error: RuntimeError) -> str:
+def _shorten(error: Exception) -> str:
     """Return the message without the backend's source location and advice."""
     message = re.sub(r"^\[[^]]*\] ?", "", str(error)).partition("\n")[0]
     return message.partition(". This is typically")[0].rstrip(". ")[:300]
@@ -416,6 +384,7 @@ class Nccl:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self._library = _load_nccl()
         self._comm = ctypes.c_void_p()
+        self._bytes: Tensor | None = None
         # Broadcasts have a stream of their own, so that they delay no other work.
         self._stream = torch.cuda.Stream(self.device)
         # On a thread: NCCL waits for ever for a rank that does not come.
@@ -442,14 +411,31 @@ class Nccl:
             self._stream.wait_stream(torch.cuda.current_stream())
             return self._enqueue("ncclBroadcast", flat, flat.nbytes, self._UINT8, 0)
 
+    def is_completed(self) -> bool:
+        """Return whether the last call has ended. Raise if this rank has left the group, or the
+        connection to another rank broke."""
+        is_over = bool(self._event.query())
+        # Afterwards: what was aborted is over too.
+        comm, status = self._comm, ctypes.c_int()
+        if not comm:
+            raise BrokenOff("This rank has left the group.")
+        asked = self._library.ncclCommGetAsyncError(comm, ctypes.byref(status))
+        _check_status("ncclCommGetAsyncError", asked)
+        _check_status("NCCL", status.value)
+        return is_over
+
+    def wait(self) -> None:
+        """Let go of the bytes; a stream has no error of its own."""
+        self._bytes = None
+
     def abort(self) -> None:
-        """Leave the group; what is posted ends with an error on this rank; others notice by an
-        error, their watch, or the time limit."""
+        """Leave the group; a broadcast ends with an error on this rank; others notice by an error,
+        their watch, or the time limit."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm:
             self._library.ncclCommAbort(comm)
 
-    def _form(self, unique_id: bytes, rank: int, ranks: int) -> _OnStream:
+    def _form(self, unique_id: bytes, rank: int, ranks: int) -> Self:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             given, comm = _UniqueId.from_buffer_copy(unique_id), ctypes.byref(self._comm)
             status = self._library.ncclCommInitRank(comm, ranks, given, rank)
@@ -458,38 +444,14 @@ class Nccl:
             first = torch.zeros(1, device=self.device)
             return self._enqueue("ncclAllReduce", first, 1, self._FLOAT32, self._SUM)
 
-    def _enqueue(self, name: str, flat: Tensor, count: int, dtype: int, how: int) -> _OnStream:
-        """Start a broadcast from rank `how`, or a reduction by operation `how`."""
+    def _enqueue(self, name: str, flat: Tensor, count: int, dtype: int, how: int) -> Self:
+        """Start a broadcast from rank `how`, or a reduction by operation `how`; keep the bytes."""
         call, stream = getattr(self._library, name), ctypes.c_void_p(self._stream.cuda_stream)
         address, size = ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(count)
         _check_status(name, call(address, address, size, dtype, how, self._comm, stream))
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return _OnStream(event, flat, self._check_peers)
-
-    def _check_peers(self) -> None:
-        """Raise if this rank has left the group, or the connection to another rank broke."""
-        comm, status = self._comm, ctypes.c_int()
-        if not comm:
-            raise BrokenOff("This rank has left the group.")
-        asked = self._library.ncclCommGetAsyncError(comm, ctypes.byref(status))
-        _check_status("ncclCommGetAsyncError", asked)
-        _check_status("NCCL", status.value)
-
-
-class _OnStream:
-    """A broadcast on a stream; it keeps the bytes until they are there."""
-
-    def __init__(self, event: Any, flat: Tensor, check_peers: Callable[[], None]) -> None:
-        self._event, self._flat, self._check_peers = event, flat, check_peers
-
-    def is_completed(self) -> bool:
-        is_over = bool(self._event.query())
-        self._check_peers()  # afterwards: what was aborted is over too
-        return is_over
-
-    def wait(self) -> None:
-        """Do nothing: an event has no error of its own."""
+        self._bytes, self._event = flat, torch.cuda.Event()
+        self._event.record(self._stream)
+        return self
 
 
 def _load_nccl() -> ctypes.CDLL:

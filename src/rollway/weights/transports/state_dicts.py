@@ -23,11 +23,10 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import DTYPES, digest, raw_bytes
 from rollway.weights.layout import is_kernel_layout
+from rollway.weights.offer import Count, Dims, Text
 from rollway.weights.transports.base import NamedTensor
 from rollway.weights.transports.group import (
     BrokenOff,
@@ -43,16 +43,15 @@ from rollway.weights.transports.group import (
     Place,
     connect_store,
     form_group,
-    start_thread,
 )
-from rollway.weights.untrusted import MAX_NAME, check_shape, read_pickle
+from rollway.weights.untrusted import check_shape, read_pickle
 
 MAX_STATE_DICTS = 1 << 16
 MAX_LIST_BYTES = 64 << 20
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _TOLD = "It is received once: the trainer must send again, after /init_broadcaster."
-Entries = list[tuple[str, tuple[int, ...], int]]
+Entries = list[tuple[Text, Dims, Count]]
 
 
 class Unfit(WeightsError):
@@ -124,31 +123,16 @@ def read_list(raw: bytes) -> list[tuple[torch.dtype, Entries]]:
     """Return the tensors of each flat message; raise `WeightsError` if a list says anything else
     than names, shapes and dtypes."""
     listed = read_pickle(raw, "the trainer")
-    if not isinstance(listed, dict):
-        raise WeightsError("The trainer's list of tensors is not a mapping.")
-    messages = []
-    for dtype, entries in listed.items():
-        if not isinstance(dtype, torch.dtype) or not isinstance(entries, list):
-            raise WeightsError("The trainer's list of tensors is not ordered by dtype.")
-        messages.append((dtype, [_read_entry(entry) for entry in entries]))
-    return messages
-
-
-def _read_entry(entry: Any) -> tuple[str, tuple[int, ...], int]:
-    if not isinstance(entry, tuple) or len(entry) != 3:
-        raise WeightsError("The trainer's list has an entry that is no tensor.")
-    name, shape, numel = entry
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-        raise WeightsError("The trainer's list has a tensor without a usable name.")
-    if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
-        raise WeightsError(f"The trainer's list has no shape for {name[:200]!a}.")
+    if not isinstance(listed, dict) or not all(isinstance(key, torch.dtype) for key in listed):
+        raise WeightsError("The trainer's list of tensors is not ordered by dtype.")
     try:
-        check_shape(tuple(shape))
-    except ValueError as error:
-        raise WeightsError(f"{name[:200]!a}: {error}.") from error
-    if type(numel) is not int or numel != math.prod(shape):
-        raise WeightsError(f"The trainer sends {name[:200]!a} with {numel!a} elements.")
-    return name, tuple(shape), numel
+        messages = [(dtype, msgspec.convert(found, Entries)) for dtype, found in listed.items()]
+        for name, shape, numel in (entry for _, entries in messages for entry in entries):
+            if numel != math.prod(check_shape(shape)):
+                raise ValueError(f"{name[:200]!a} has {numel} elements and the shape {shape}")
+    except (ValueError, RecursionError) as error:  # also of msgspec
+        raise WeightsError(f"The trainer's list of tensors is damaged: {error}.") from error
+    return messages
 
 
 @dataclass(slots=True)
@@ -174,15 +158,7 @@ class Receiver:
         return str(self._digest.hexdigest()[:32])
 
     def tensors(self) -> Generator[NamedTensor, None, None]:
-        """Yield the tensors; each is valid until the next is requested. In CPU memory, the next
-        message arrives while one is in use."""
-        messages = self._receive()
-        # A GPU's messages stay on one stream: a second thread would need a second one.
-        with closing(read_ahead(messages) if self.device.type == "cpu" else messages) as items:
-            for message in items:
-                yield from message
-
-    def _receive(self) -> Generator[list[NamedTensor], None, None]:
+        """Yield the tensors as they come."""
         count = self._receive_number()
         if not 0 < count <= MAX_STATE_DICTS:
             raise WeightsError(f"The trainer announces {count} state dicts.")
@@ -194,7 +170,7 @@ class Receiver:
             for dtype, entries in read_list(raw):
                 message = self._receive_flat(dtype, entries)
                 if not self.problems:
-                    yield message
+                    yield from message
         missing = sorted(self.expected.keys() - self._received.keys())
         self.problems += [f"{name} is missing" for name in missing if not self._is_optional(name)]
         if self.problems:
@@ -248,24 +224,5 @@ class Receiver:
                 f"The trainer sends more than {self.max_bytes} bytes, which the model cannot have."
             )
         flat = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.channel.post(flat)
-        self.channel.finish()
+        self.channel.broadcast(flat)
         return flat
-
-
-def read_ahead(
-    items: Iterator[list[NamedTensor]],
-) -> Generator[list[NamedTensor], None, None]:
-    """Yield the items; a thread computes the next one while one is in use."""
-
-    def compute_next() -> list[NamedTensor] | None:
-        return next(items, None)
-
-    upcoming = start_thread("rollway-read-ahead", compute_next)
-    try:
-        while (item := upcoming.result()) is not None:
-            upcoming = start_thread("rollway-read-ahead", compute_next)
-            yield item
-            del item  # the thread has one under way
-    finally:
-        wait([upcoming])

@@ -1,9 +1,9 @@
-"""A NIXL agent as this package uses it: registered memory, prepared reads, bounded waits.
+"""A NIXL agent as this package uses it: registered memory, and reads that end in bounded time.
 
 NIXL is imported when the first agent is created. Its progress thread would keep a whole core busy,
-so it is off: reads over shared memory or RDMA do not need it. Connecting and notifications do
-progress, but only while `Agent.poll` runs. Plain TCP needs the thread, and is slower than other
-transports over the same network.
+so it is off: reads over shared memory or RDMA do not need it. Connecting does need progress, so
+each agent polls ten times a second, which costs almost no CPU. Plain TCP needs NIXL's own thread,
+and is slower than other transports over the same network.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
@@ -30,9 +29,8 @@ ErrorHandling = Literal["none", "peer"]
 """With `none`, processes of one machine read each other's memory directly, and NIXL notices when
 one dies. Between machines, `peer` makes the network report a dead peer."""
 Memory = Literal["DRAM", "VRAM"]
-Numbers = NDArray[np.int64]
-End = tuple[Memory, int, Numbers]
-"""One end of reads: the kind of memory, its device, and the addresses."""
+Block = tuple[int, int, int]
+"""A run of bytes: its address, its length, and the number of its device."""
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _POLL_SECONDS = 0.0005
 _LISTEN_SECONDS = 0.1
@@ -101,19 +99,12 @@ def find_memory_kind(device: torch.device) -> tuple[Memory, int]:
     raise UsageError(f"NIXL cannot read the memory of {device}.", "Publish from CPU or CUDA.")
 
 
-@dataclass(slots=True)
-class Prepared:
-    """A read that can be repeated."""
+class Read(NamedTuple):
+    """Blocks of a peer's memory, and the blocks of this process's memory that they go into."""
 
     peer: str
-    handle: Any
-    lists: list[Any]
-
-    def release(self) -> None:
-        with suppress(Exception):  # it may still be in progress: then NIXL keeps it
-            self.handle.release()
-            for descriptors in self.lists:
-                descriptors.release()
+    remote: tuple[Memory, Sequence[Block]]
+    local: tuple[Memory, Sequence[Block]]
 
 
 class TimedOut(WeightsError):
@@ -136,7 +127,8 @@ class Agent:
         api = import_nixl()
         self.error_handling: ErrorHandling = error_handling
         self._lock = threading.RLock()
-        self._stopped = threading.Event()
+        self._closed = threading.Event()
+        self._abandoned: list[Any] = []
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         options: dict[str, str] = {"ucx_error_handling_mode": error_handling}
         if net_devices:
@@ -145,6 +137,7 @@ class Agent:
         with _describe_errors("cannot start"):
             self._agent = api.nixl_agent(name, config)
             self._agent.create_backend("UCX", options)
+        threading.Thread(target=self._listen, name="rollway-nixl", daemon=True).start()
 
     def register(self, address: int, nbytes: int, device: torch.device) -> Any:
         """Let other agents read memory; return the handle to `deregister` it."""
@@ -170,63 +163,55 @@ class Agent:
         with self._lock, suppress(Exception):
             self._agent.remove_remote_agent(peer)
 
-    def prepare(self, peer: str, local: End, remote: End, sizes: Numbers) -> Prepared:
-        """Prepare a read from a peer; addresses at both ends and sizes correspond."""
-        indices = np.arange(len(sizes), dtype=np.int32)
-        with self._lock, _describe_errors(f"cannot read the memory that {peer} announced"):
-            lists = []
-            for owner, end in (("NIXL_INIT_AGENT", local), (peer, remote)):
-                memory, device, addresses = end
-                rows = np.column_stack([addresses, sizes, np.full_like(sizes, device)])
-                lists.append(self._agent.prep_xfer_dlist(owner, rows.astype(np.uint64), memory))
-            here, there = lists
-            handle = self._agent.make_prepped_xfer("READ", here, indices, there, indices, b"")
-        return Prepared(peer, handle, lists)
-
-    def read(self, reads: Sequence[Prepared], timeout: float) -> None:
+    def read(self, reads: Sequence[Read], timeout: float) -> None:
         """Run these reads side by side; raise if one fails, or if not all end in time."""
+        handles = {read.peer: self._prepare(read) for read in reads}
+        try:
+            self._run(handles, timeout)
+        except TimedOut:
+            self._abandoned.append(handles)  # to release them would not end the reads
+            handles = {}
+            raise
+        finally:
+            for handle in handles.values():
+                with suppress(Exception):  # another read failed, and this one goes on
+                    handle.release()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _prepare(self, read: Read) -> Any:
+        with self._lock, _describe_errors(f"cannot read the memory that {read.peer} announced"):
+            local, remote = (
+                self._agent.get_xfer_descs(np.array(blocks, dtype=np.uint64), memory)
+                for memory, blocks in (read.local, read.remote)
+            )
+            return self._agent.initialize_xfer("READ", local, remote, read.peer)
+
+    def _run(self, handles: dict[str, Any], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        pending = [read for read in reads if self._is_pending(self._agent.transfer, read)]
-        while pending:
-            check = self._agent.check_xfer_state
-            pending = [read for read in pending if self._is_pending(check, read)]
-            if pending and time.monotonic() > deadline:
+        call, pending = self._agent.transfer, list(handles)
+        while pending := [peer for peer in pending if self._is_pending(call, peer, handles[peer])]:
+            if time.monotonic() > deadline:
                 raise TimedOut(
-                    f"{pending[0].peer} sent nothing within {timeout:g} s.",
+                    f"{pending[0]} sent nothing within {timeout:g} s.",
                     "Check that it still runs. Without RDMA between machines, publish by `files`.",
                 )
-            if pending:
-                time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
+            call = self._agent.check_xfer_state
 
-    def _is_pending(self, call: Any, read: Prepared) -> bool:
-        what = f"cannot read from {read.peer}: it has ended, or is out of reach"
-        with self._lock, _describe_errors(what):
-            state = str(call(read.handle))
+    def _is_pending(self, call: Any, peer: str, handle: Any) -> bool:
+        with self._lock, _describe_errors(f"cannot read from {peer}: it has ended, or is away"):
+            state = str(call(handle))
             if state == "ERR":
                 raise RuntimeError("the transfer failed")
         return state == "PROC"
 
-    def notify(self, peer: str, message: bytes) -> None:
-        with self._lock, _describe_errors(f"cannot notify {peer}"):
-            self._agent.send_notif(peer, message)
-
-    def poll(self) -> None:
-        """Drop new notifications; NIXL sends, receives and connects only meanwhile."""
-        with self._lock, _describe_errors("cannot poll notifications"):
-            self._agent.get_new_notifs()
-
-    def listen(self) -> None:
-        """Poll every 0.1 s in a background thread, which costs almost no CPU."""
-
-        def run() -> None:
-            while not self._stopped.wait(_LISTEN_SECONDS):
-                with suppress(WeightsError):  # a dead peer must not cut off the others
-                    self.poll()
-
-        threading.Thread(target=run, name="rollway-nixl", daemon=True).start()
-
-    def stop_listening(self) -> None:
-        self._stopped.set()
+    def _listen(self) -> None:
+        """Let peers connect: NIXL makes progress only while it is called."""
+        while not self._closed.wait(_LISTEN_SECONDS):
+            with self._lock, suppress(Exception):  # a dead peer must not cut off the others
+                self._agent.get_new_notifs()
 
 
 @dataclass(slots=True)
@@ -239,7 +224,7 @@ class Pool:
     version: int = -1
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return memory of at least `nbytes`; registering is slow, so it is reused if it fits."""
+        """Return `nbytes` of the memory; registering is slow, so it is reused if it suffices."""
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         memory = self.memory
@@ -247,7 +232,7 @@ class Pool:
             self.release()
             memory = self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
             self.handles = [self.agent.register(memory.data_ptr(), memory.numel(), device)]
-        return memory
+        return memory[:nbytes]
 
     def release(self) -> None:
         for handle in self.handles:
@@ -260,7 +245,5 @@ def _describe_errors(what: str) -> Iterator[None]:
     """Raise NIXL's errors as `WeightsError`, which says what NIXL cannot do."""
     try:
         yield
-    except WeightsError:
-        raise
     except Exception as error:  # NIXL's errors have no common base class
         raise WeightsError(f"NIXL {what} ({error}).") from error

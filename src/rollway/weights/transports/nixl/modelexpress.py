@@ -25,13 +25,13 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.transports.nixl.catalog import Catalog, HttpCatalog, Listing, NotYet
+from rollway.weights.transports.nixl.catalog import Catalog, NotYet
+from rollway.weights.transports.nixl.listing import Listing
 
 MODELEXPRESS = "0.7.0"
 SERVICE = "model_express.refit.RefitService"
@@ -54,110 +54,26 @@ class State(IntEnum):
     RELEASING = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Recorder:
-    """Where the versions of a run are recorded; it travels to a trainer's ranks."""
-
-    server: str
-    model: str
-    run: str
-    """Tells the versions of this run from those of others, which count from 1, too."""
-
-    def wrap(self, listings: Catalog) -> ModelExpressCatalog:
-        return ModelExpressCatalog(listings, self.server, self.model, self.run)
-
-
-class ModelExpressCatalog:
-    """Versions of one run on a ModelExpress server, with the listings in another catalog."""
-
-    def __init__(self, listings: Catalog, server: str, model: str, run: str = "") -> None:
-        if not model:
-            raise UsageError("ModelExpress stores versions by model.", "Pass the model's name.")
-        self._listings = listings
-        self._server, self._model, self._run = server, model, run
-        self._first: set[tuple[int, str]] = set()
-        """Versions and sources that this process announced as the trainer's rank 0."""
-        self._client = RefitClient(server)
-
-    def announce(self, listing: Listing) -> None:
-        if listing.role == "receiver":
-            self._listings.announce(listing)
-            return
-        version, uid = listing.version, self._uid(listing.version)
-        # Every rank calls it: the key makes all calls but the first repetitions.
-        self._client.create(self._model, uid, [f"rank-{rank}" for rank in range(listing.world)])
-        if listing.rank == 0:
-            self._first.add((version, listing.source))
-        self._listings.announce(listing)
-        try:
-            self._listings.look_up(version, listing.source)
-        except NotYet:
-            return
-        self._client.update_state(uid, State.READY)
-
-    def withdraw(self, version: int, source: str) -> None:
-        self._listings.withdraw(version, source)
-        if (version, source) in self._first:
-            self._release(version, source)
-
-    def look_up(
-        self, version: int, member: str, without: Sequence[str] = (), fanout: int = 0
-    ) -> list[Listing]:
-        state = self._client.get_state(self._uid(version))
-        if state == State.STAGING:
-            raise NotYet(f"ModelExpress has version {version}, but it is not ready.")
-        if state != State.READY:
-            raise WeightsError(
-                f"ModelExpress is releasing version {version}.", "Use a newer version."
-            )
-        return self._listings.look_up(version, member, without, fanout)
-
-    def acknowledge(self, version: int, member: str) -> None:
-        self._listings.acknowledge(version, member)
-
-    def list_receivers(self, version: int) -> list[str]:
-        return self._listings.list_receivers(version)
-
-    def leave(self, member: str) -> None:
-        """Forget a member; the versions of a trainer's rank 0 are released on the server."""
-        for version, source in sorted(self._first):
-            if source == member:
-                self._release(version, source)
-        self._listings.leave(member)
-
-    def where(self) -> dict[str, Any]:
-        fields = {"modelexpress": self._server, "model": self._model, "run": self._run}
-        return {**self._listings.where(), **fields}
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _release(self, version: int, source: str) -> None:
-        self._first.discard((version, source))
-        with suppress(WeightsError):  # nobody finds it any more, whatever the server says
-            self._client.delete(self._uid(version))
-
-    def _uid(self, version: int) -> str:
-        return f"{self._model}{self._run and f'-{self._run}'}-v{version}"
-
-
 def open_catalog(where: Mapping[str, Any], *, secret: str | None = None) -> Catalog:
     """Return the catalog that an offer names."""
-    url = where.get("catalog")
+    url, recorder = where.get("catalog"), where.get("modelexpress")
     if not isinstance(url, str):
         raise WeightsError("The offer does not say where its catalog is.")
-    listings = HttpCatalog(url, secret=secret)
-    if "modelexpress" not in where:
-        return listings
-    server, model, run = (str(where.get(key, "")) for key in ("modelexpress", "model", "run"))
-    return ModelExpressCatalog(listings, server, model, run)
+    if recorder is None:
+        return Catalog(url, secret=secret)
+    server, model, run = (str(recorder.get(key, "")) for key in ("server", "model", "run"))
+    return ModelExpressCatalog(url, server, model, run, secret=secret)
 
 
-class RefitClient:
-    """The calls of ModelExpress's RefitService that an orchestrator makes."""
+class ModelExpressCatalog(Catalog):
+    """A catalog whose versions are recorded on a ModelExpress server."""
 
-    def __init__(self, server: str) -> None:
-        """Connect at the first call. `server` is HOST:PORT, with http:// before it or without."""
+    def __init__(
+        self, url: str, server: str, model: str, run: str, *, secret: str | None = None
+    ) -> None:
+        """Connect at the first call. `server` is HOST:PORT, with http:// before it or without;
+        `run` tells the versions of this run from those of others, which count from 1, too."""
+        super().__init__(url, secret=secret)
         try:
             import grpc
         except ImportError as error:
@@ -171,30 +87,53 @@ class RefitClient:
             raise UsageError(
                 f"`{server}` is not the address of a ModelExpress server.", "Use HOST:PORT."
             )
+        self._model, self._run = model, run
         self._error: type[Exception] = grpc.RpcError
         self._channel = grpc.insecure_channel(self._server, _OPTIONS)
+        self._first: set[tuple[int, str]] = set()
+        """Versions and sources that this process announced as the trainer's rank 0."""
 
-    def create(self, model: str, uid: str, slots: Sequence[str]) -> State:
-        """Create a version, if it does not exist; `slots` are the ranks that have parts of it."""
-        fields: dict[int, Field] = {
-            1: model, 2: uid, 3: _FULL_TENSOR, 5: slots, 7: State.STAGING, 8: uid
-        }  # fmt: skip
-        return self._call("CreateWeightVersion", fields)
+    def announce(self, listing: Listing) -> None:
+        if listing.role == "receiver":
+            super().announce(listing)
+            return
+        uid = self._uid(listing.version)
+        # Every rank calls it: the key makes all calls but the first repetitions.
+        slots = [f"rank-{rank}" for rank in range(listing.world)]
+        self._ask(
+            "CreateWeightVersion",
+            {1: self._model, 2: uid, 3: _FULL_TENSOR, 5: slots, 7: State.STAGING, 8: uid},
+        )
+        if listing.rank == 0:
+            self._first.add((listing.version, listing.source))
+        super().announce(listing)
+        with suppress(NotYet):
+            super().look_up(listing.version)
+            self._ask("UpdateWeightVersionState", {1: uid, 2: State.READY})
 
-    def get_state(self, uid: str) -> State:
-        return self._call("GetWeightVersion", {1: uid})
+    def withdraw(self, version: int, source: str) -> None:
+        super().withdraw(version, source)
+        if (version, source) in self._first:
+            self._first.discard((version, source))
+            with suppress(WeightsError):  # nobody finds it any more, whatever the server says
+                self._ask("DeleteWeightVersion", {1: self._uid(version)})
 
-    def update_state(self, uid: str, state: State) -> State:
-        return self._call("UpdateWeightVersionState", {1: uid, 2: state})
+    def look_up(
+        self, version: int, without: Sequence[str] = (), receiver: str = ""
+    ) -> list[Listing]:
+        state = self._ask("GetWeightVersion", {1: self._uid(version)})
+        if state == State.STAGING:
+            raise NotYet(f"ModelExpress has version {version}, but it is not ready.")
+        if state != State.READY:
+            raise WeightsError(
+                f"ModelExpress is releasing version {version}.", "Use a newer version."
+            )
+        return super().look_up(version, without, receiver)
 
-    def delete(self, uid: str) -> State:
-        """Release a version."""
-        return self._call("DeleteWeightVersion", {1: uid})
+    def _uid(self, version: int) -> str:
+        return f"{self._model}-{self._run}-v{version}"
 
-    def close(self) -> None:
-        self._channel.close()
-
-    def _call(self, name: str, fields: Mapping[int, Field]) -> State:
+    def _ask(self, name: str, fields: Mapping[int, Field]) -> State:
         """Make a call; every answer has the version in its first field."""
         send = self._channel.unary_unary(f"/{SERVICE}/{name}")
         try:

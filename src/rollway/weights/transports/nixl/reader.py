@@ -1,148 +1,119 @@
-"""Receive versions over NIXL: look up, plan, then pull window by window.
+"""Receive versions over NIXL: look up, connect, then pull window by window.
 
-    look up ──► plan ──► connect ──► read window 0 │ read window 1 │ read window 2 │ …
-    (catalog)  (once per                           │ cut, verify,  │ cut, verify,  │ …
-                layout)                            │ yield 0       │ yield 1       │
+    look up ──► connect ──► read window 0 │ read window 1   │ read window 2   │ …
+    (catalog)                             │ verify, yield 0 │ verify, yield 1 │
 
-    on a failure:  look up again without the failed sources, and pull what is still missing
-    at the end:    announce this receiver as a source (with fanout), then acknowledge
+    on a failure:  look up again without the failed sources, and yield what is still missing
+    at the end:    announce this receiver as a source (with fan-out)
 
-One window is read while the one before it is verified and yielded, so two buffers alternate. A
-receiver that serves peers keeps the whole version in one buffer instead. With fan-out, receivers
-wait for their turn: the catalog lets the trainer serve one of them, and each receiver that has the
-version two others. A receiver whose turn does not come in time reads from any source.
+A window is a few tensors, whose pieces are read side by side, verified, and put together. One
+window is read while the one before it is yielded, so two buffers alternate. A receiver that serves
+peers keeps the whole version in one buffer instead. With fan-out, receivers wait for their turn:
+the catalog lets the trainer serve one of them, and each receiver that has the version two others. A
+receiver whose turn does not come in time reads from any source.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Self
+from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.digest.checksums import DTYPES, digests
 from rollway.weights.layout import Box, Slices
 from rollway.weights.offer import Offer
-from rollway.weights.planning.plan import plan
-from rollway.weights.planning.recipe import Costs
-from rollway.weights.planning.targets import hf_slices
-from rollway.weights.planning.transfers import Total
 from rollway.weights.transports.base import Reader, never
-from rollway.weights.transports.nixl.agent import Agent, TimedOut, make_unique_name
-from rollway.weights.transports.nixl.catalog import Catalog, Listing, wait_for
+from rollway.weights.transports.entries import split_in_chunks, view_entry
+from rollway.weights.transports.nixl.agent import (
+    Agent,
+    ErrorHandling,
+    Pool,
+    Read,
+    TimedOut,
+    find_memory_kind,
+    make_unique_name,
+)
+from rollway.weights.transports.nixl.catalog import Catalog
 from rollway.weights.transports.nixl.listing import (
     FANOUT,
     SAME_RANK,
+    Listing,
+    Part,
+    Source,
     SourceGroup,
+    place,
     read_group,
+    write_body,
 )
 from rollway.weights.transports.nixl.modelexpress import open_catalog
-from rollway.weights.transports.nixl.windows import (
-    Connections,
-    Window,
-    Windows,
-    make_windows,
-    verify,
-)
 
 log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the loggers below its own name
 
 WINDOW_BYTES = 32 << 20
-_COSTS = Costs(wire_gb_per_s=5.0, pack_gb_per_s=0.0)
-"""Sources are passive, so a plan must not ask them to pack anything."""
-_ATTEMPTS = 3
-_MAX_PLANS = 4
-_ARITY = 2
-"""How many peers a receiver serves at the same time."""
-_ABANDONED: list[Connections | None] = []
-"""Connections with reads that timed out. They may still write, so the memory must never be freed
-for other use: it stays here as long as the process lives."""
+READ_SECONDS = 120.0
+"""How long the read of a window may take."""
+TURN_SECONDS = 60.0
+"""How long a receiver waits for its turn."""
+Held = list[tuple[Part, Tensor]]
+"""Parts, and where this process has them."""
 
 
 class NixlReader(Reader):
-    """Pulls offered versions; buffers and plans are kept between them."""
+    """Pulls offered versions; buffers and connections are kept between them."""
 
     can_restrict = True
 
-    def __init__(
-        self,
-        *,
-        secret: str | None = None,
-        window_bytes: int = WINDOW_BYTES,
-        timeout: float = 120.0,
-        serve: bool | None = None,
-        patience: float = 60.0,
-        net_devices: tuple[str, ...] = (),
-    ) -> None:
-        """`timeout` limits the read of every window, in seconds.
-
-        With `serve`, the reader keeps each version in memory and serves it to peers; by default,
-        if the offer asks for it. It then waits for its turn to read, but at most `patience`
-        seconds. A reader that is restricted to parts serves nobody."""
-        self._secret, self._window_bytes, self._timeout = secret, window_bytes, timeout
-        self._serve, self._patience, self._net_devices = serve, patience, net_devices
-        self._catalogs: dict[bytes, Catalog] = {}
-        self._windows: OrderedDict[str, Windows] = OrderedDict()
-        self.connections: Connections | None = None
-        self._serving: tuple[Catalog, int] | None = None
+    def __init__(self) -> None:
+        self.name = make_unique_name("receiver")
+        self.moved: Counter[str] = Counter()
+        """The bytes of the last version, by source."""
         self._slices = Slices()
-        self.plans = 0
-        """How many times a plan was made."""
-        self.total = Total()
-        """Bytes needed, bytes on the wire, and their sources, for the last version."""
-        self._set_mode(False, self._slices)
+        self._connections: Connections | None = None
+        self._serving: tuple[Catalog, int] | None = None
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
-        return dict(self.look_up(offer)[1].headers)
+        return dict(self._look_up(offer).headers)
 
     def restrict(self, offer: Offer, slices: Slices) -> Slices:
         """Receive only these parts from now on, as far as they consist of whole pieces."""
-        pieces: dict[str, list[Box]] = {}
-        if slices.boxes:
-            for name, box in self.look_up(offer)[1].digests:
-                pieces.setdefault(name, []).append(box)
-        self._slices = slices.keep_whole_pieces(pieces)
+        parts = self._look_up(offer).parts if slices.boxes else {}
+        self._slices = slices.keep_whole_pieces(
+            {name: list(boxes) for name, boxes in parts.items()}
+        )
         return self._slices
 
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, verified; if a source dies, pull the rest from another one."""
+        """Yield the tensors, verified; if a source dies, pull the rest from another one.
+
+        A reader that is restricted to parts serves nobody."""
         self.release()  # its buffer is about to be overwritten
-        done: set[str] = set()
-        failed: list[str] = []
-        for attempt in range(_ATTEMPTS):
-            catalog, group = self.look_up(offer, failed, in_turn=True)
-            try:
-                yield from self.pull(group, done)
-                break
-            except WeightsError as error:
-                failed += group.names
-                if attempt + 1 == _ATTEMPTS or not self._has_source(catalog, offer, failed):
-                    raise WeightsError(
-                        f"Version {offer.version} could not be pulled: {error.message}",
-                        error.hint or "Check that the trainer still runs, and publish it again.",
-                    ) from error
-        assert self.connections is not None
-        # Announce first: after the acknowledgement alone, the catalog would consider the trainer
-        # free and send the next receiver to it.
-        if self._serves_peers:
-            body = self.connections.describe(self.windows(group), group, self.rank)
-            catalog.announce(Listing(offer.version, self.name, 0, 1, "receiver", body))
-            self._serving = catalog, offer.version
-        self.connections.acknowledge(group, offer.version)
-        catalog.acknowledge(offer.version, self.name)
-        counts = self.total.moved, self.total.needed, offer.nbytes
-        sources = ", ".join(self.total.sources)
-        message = "version %d over nixl: %d bytes moved, %d needed, %d offered, from %s"
-        log.info(message, offer.version, *counts, sources)
+        serves = bool(offer.where.get(FANOUT)) and not self._slices.boxes
+        catalog = open_catalog(offer.where)
+        try:
+            held = yield from self._pull_from_any(offer, serves)
+            if serves:
+                # Before its turn ends: else the next receiver would be sent to the same source.
+                self._serve(catalog, offer.version, held)
+        finally:
+            if serves:
+                with suppress(WeightsError):
+                    catalog.end_turn(self.name)
+        self.moved = Counter()
+        for part, _ in held:
+            self.moved[part.source.name] += part.entry.nbytes
+        moved, sources = self.moved.total(), ", ".join(self.moved)
+        message = "version %d over nixl: %d bytes moved, %d offered, from %s"
+        log.info(message, offer.version, moved, offer.nbytes, sources)
 
     def release(self) -> None:
         """Stop serving peers; those that are reading can finish until the next version arrives."""
@@ -154,174 +125,242 @@ class NixlReader(Reader):
 
     def close(self) -> None:
         self.release()
-        for catalog in self._catalogs.values():
-            with suppress(WeightsError):  # the catalog may have closed before
-                catalog.leave(self.name)
-        self._close_connections()
+        if self._connections is not None:
+            self._connections.close()
+            self._connections = None
 
-    def __enter__(self) -> Self:
-        return self
+    def _serve(self, catalog: Catalog, version: int, held: Held) -> None:
+        assert self._connections is not None
+        entries = [part.entry for part, _ in held]
+        views = [view for _, view in held]
+        body = write_body(self._connections.agent, views[0].device, entries, views)
+        catalog.announce(Listing(version, self.name, self.rank, 1, "receiver", body))
+        self._serving = catalog, version
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def look_up(
+    def _look_up(
         self, offer: Offer, without: Sequence[str] = (), *, in_turn: bool = False
-    ) -> tuple[Catalog, SourceGroup]:
-        """Return the catalog of an offer and the sources to read from; with fan-out in turn."""
-        requested = bool(offer.where.get(FANOUT)) if self._serve is None else self._serve
-        mode = requested and not self._slices.boxes, self._slices
-        if mode != (self._serves_peers, self._mode_slices):
-            self.close()
-            self._set_mode(*mode)
-        key = msgspec.json.encode(offer.where, order="deterministic")
-        if key not in self._catalogs:
-            self._catalogs[key] = open_catalog(offer.where, secret=self._secret)
-        catalog = self._catalogs[key]
+    ) -> SourceGroup:
+        """Return the sources to read from."""
+        catalog = open_catalog(offer.where)
         listings = None
-        if in_turn and self._serves_peers:
-            # The receiver whose turn it is may be dead: after `patience`, ignore turns.
+        if in_turn:
+            # The receiver whose turn it is may be dead.
             with suppress(WeightsError):
-                listings = wait_for(
-                    catalog, offer.version, self.name, self._patience, without, fanout=_ARITY
-                )
+                listings = catalog.wait_for(offer.version, TURN_SECONDS, without, self.name)
         if listings is None:
             # No wait: all ranks announce a version before it is offered.
-            listings = catalog.look_up(offer.version, self.name, without)
-        rank = self.rank if offer.where.get(SAME_RANK) else None
-        group = read_group(listings, rank)
+            listings = catalog.look_up(offer.version, without)
+        group = read_group(listings, self.rank if offer.where.get(SAME_RANK) else None)
         if group.identity != offer.identity:
             raise WeightsError(
                 f"The weights published as version {offer.version} are not what was offered.",
                 "A restarted trainer counts its versions from the start; offer its own version.",
             )
-        return catalog, group
+        return group
 
-    def pull(self, group: SourceGroup, done: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Read all windows and yield their targets, verified, without those in `done`."""
-        windows = self.windows(group)
-        connections = self._connect(group)
-        buffers = connections.allocate(windows, _find_device(group))
-        # After a failure, windows that were yielded are skipped. A receiver that serves peers
-        # reads them again, because its buffer must hold the whole version.
-        turns = [
-            (window, buffers[number % len(buffers)])
-            for number, window in enumerate(windows.windows)
-            if self._serves_peers or any(target.name not in done for target in window.targets)
-        ]
-
-        def read(window: Window, buffer: Tensor) -> None:
-            # The caller may close the generator before it sees this failure, so clean up here.
+    def _pull_from_any(
+        self, offer: Offer, serves: bool
+    ) -> Generator[tuple[str, Tensor], None, Held]:
+        """Yield the tensors; return the pieces that were received, and where they are."""
+        done: set[str] = set()
+        failed: list[str] = []
+        problem: WeightsError | None = None
+        while True:
             try:
-                connections.read(group, window, buffer, self._timeout)
-            except TimedOut:
-                self.abandon_connections()
-                raise
-            except WeightsError:
-                connections.forget(group)
-                raise
+                group = self._look_up(offer, failed, in_turn=serves)
+            except WeightsError as error:
+                raise problem or error from None  # nobody else has it
+            try:
+                return (yield from self._pull(group, done, serves))
+            except WeightsError as error:
+                failed += group.names
+                problem = WeightsError(
+                    f"Version {offer.version} could not be pulled: {error.message}",
+                    error.hint or "Check that the trainer still runs, and publish it again.",
+                )
+
+    def _pull(
+        self, group: SourceGroup, done: set[str], serves: bool
+    ) -> Generator[tuple[str, Tensor], None, Held]:
+        """Read all windows and yield their tensors, verified, without those in `done`."""
+        targets = self._list_targets(group)
+        windows = list(split_in_chunks(targets, lambda target: target.nbytes, WINDOW_BYTES))
+        device = _find_device(group)
+        connections = self._connect(group)
+        parts = [[part for target in window for part in target.parts] for window in windows]
+        held = connections.place(parts, device, side_by_side=serves)
+
+        def start(number: int) -> Future[None]:
+            # The caller may still copy, on its CUDA stream, from the buffer of this window: NIXL
+            # knows no streams.
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            return thread.submit(connections.read, held[number])
 
         with ThreadPoolExecutor(1, thread_name_prefix="rollway-nixl-read") as thread:
-
-            def start(number: int) -> Future[None]:
-                # The caller may still copy, on its CUDA stream, from the buffer of this window:
-                # NIXL knows no streams.
-                if buffers[0].is_cuda:
-                    torch.cuda.current_stream(buffers[0].device).synchronize()
-                return thread.submit(read, *turns[number])
-
-            reading = start(0) if turns else None
-            for number, (window, buffer) in enumerate(turns):
+            reading = start(0) if windows else None
+            for number, window in enumerate(windows):
                 assert reading is not None
                 reading.result()
-                reading = None
-                # Before the next read: windows that are kept side by side share the space of the
-                # tensors that are read whole and cut here.
-                views = window.assemble(buffer)
-                has_next = number + 1 < len(turns)
-                # Windows were left out if two turns in a row have the same buffer. The next read
-                # must then wait until the caller has used all targets of this window.
-                if has_next and (self._serves_peers or turns[number + 1][1] is not buffer):
+                if number + 1 < len(windows):
                     reading = start(number + 1)
-                for target in window.targets:
-                    checks = windows.checks.get(target.name, ())
-                    verify(views[target.name], checks, group.digests)
+                received = iter(held[number])
+                for target in window:
+                    tensor = target.join([next(received)[1] for _ in target.parts], device)
                     if target.name not in done:
                         done.add(target.name)
-                        yield target.name, views[target.name]
-                if has_next and reading is None:
-                    reading = start(number + 1)
-        self.total = windows.total
+                        yield target.name, tensor
+        return [pair for pairs in held for pair in pairs]
 
-    def windows(self, group: SourceGroup) -> Windows:
-        """Return the windows for these sources; plan them if their layouts are new."""
-        windows = self._windows.get(group.key)
-        if windows is None:
-            wants = hf_slices(group.headers, self._slices.boxes)
-            # The planner does not know tensors without elements; windows have them as targets.
-            to_plan = {n: want for n, want in wants.items() if 0 not in group.headers[n].shape}
-            group.check_reach(to_plan)
-            sources = [source.for_planner() for source in group.readable]
-            windows = make_windows(
-                plan(sources, [self.name], to_plan, _COSTS),
-                self.name,
-                wants,
-                {source.name: source.layout.tensors for source in group.sources},
-                group.digests,
-                window_bytes=self._window_bytes,
-                keep=self._serves_peers,
-            )
-            self.plans += 1
-        self._windows[group.key] = windows
-        self._windows.move_to_end(group.key)
-        while len(self._windows) > _MAX_PLANS:
-            self._windows.popitem(last=False)
-        return windows
-
-    def abandon_connections(self) -> None:
-        """Start with a new agent and new buffers, because a read that timed out may still write."""
-        _ABANDONED.append(self.connections)
-        self.connections = None
-
-    def _set_mode(self, serves_peers: bool, slices: Slices) -> None:
-        """Start with new buffers and plans, under a new name: both depend on the mode."""
-        self._serves_peers, self._mode_slices = serves_peers, slices
-        self.name = make_unique_name("receiver")
-        self._windows.clear()
-
-    def _has_source(self, catalog: Catalog, offer: Offer, failed: list[str]) -> bool:
-        try:
-            catalog.look_up(offer.version, self.name, failed)
-        except WeightsError:
-            return False
-        return True
+    def _list_targets(self, group: SourceGroup) -> list[WantedTensor]:
+        """Return what this reader receives."""
+        targets = []
+        for name, header in group.headers.items():
+            parts, whole = list(group.parts[name].values()), Box.whole(header.shape)
+            box = self._slices.boxes.get(name, whole)
+            if box is None:
+                continue
+            if box != whole:
+                parts = [part for part in parts if part.box.intersect(box)]
+            others = {part.source.rank for part in parts} - {group.rank}
+            if others and group.rank is not None:
+                raise WeightsError(
+                    f"Rank {group.rank} of the engine would read {name} through the network card "
+                    f"of another rank of the trainer ({', '.join(map(str, sorted(others)))}), and "
+                    "only like ranks may read from each other.",
+                    "Give the engine the trainer's tensor parallelism, or set `same_rank_only` to "
+                    "false if the network connects all cards.",
+                )
+            if sum(part.box.elements for part in parts) != box.elements:
+                raise WeightsError(
+                    f"Only a part of a piece of {name} is wanted, which cannot be verified.",
+                    "Receive whole tensors; digests are those of the pieces that ranks hold.",
+                )
+            targets.append(WantedTensor(name, box, DTYPES[header.dtype], parts))
+        return targets
 
     def _connect(self, group: SourceGroup) -> Connections:
-        """Return connections to these sources as they are now."""
-        modes = {source.memory.error_handling for source in group.sources}
-        if len(modes) != 1:
-            raise WeightsError("The ranks of the trainer have different settings of NIXL.")
-        mode = modes.pop()
-        if self.connections is not None and self.connections.agent.error_handling != mode:
-            self._close_connections()
-        if self.connections is None:
-            agent = Agent(self.name, mode, self._net_devices)
-            if self._serves_peers:
-                agent.listen()  # a peer that reads from here connects first
-            # A receiver that serves peers needs one buffer that holds a whole version.
-            self.connections = Connections(agent, 1 if self._serves_peers else 2)
-        self.connections.connect(group)
-        return self.connections
+        """Return connections that sources like these accept."""
+        mode = group.sources[0].memory.error_handling
+        connections = self._connections
+        if connections is not None:
+            if connections.agent.error_handling == mode and connections not in _ABANDONED:
+                return connections
+            connections.close()
+        self._connections = connections = Connections(self.name, mode)
+        return connections
 
-    def _close_connections(self) -> None:
-        if self.connections is not None:
-            self.connections.close()
-            self.connections = None
+
+@dataclass(frozen=True)
+class WantedTensor:
+    """A tensor, or the box of one, that this reader receives, and the parts it is made of."""
+
+    name: str
+    box: Box
+    dtype: torch.dtype
+    parts: list[Part]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.entry.nbytes for part in self.parts)
+
+    def join(self, views: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the tensor, in place if it is one part; raise unless every part has the digest
+        that was published."""
+        if digests(views) != [part.entry.digest for part in self.parts]:
+            raise WeightsError(
+                f"{self.name} is not what was published: it changed during the read, or in transit."
+            )
+        if len(views) == 1:
+            return views[0]
+        whole = torch.empty(self.box.shape, dtype=self.dtype, device=device)
+        for part, view in zip(self.parts, views, strict=True):
+            whole[part.box.relative_to(self.box.start).slices] = view
+        return whole
+
+
+_ABANDONED: list[Connections] = []
+"""Connections with reads that timed out. They may still write, so the memory must never be freed
+for other use: it stays here as long as the process lives."""
+
+
+class Connections:
+    """A receiver's agent, staging buffers and peers, which it keeps between versions."""
+
+    def __init__(self, name: str, error_handling: ErrorHandling) -> None:
+        self.agent = Agent(name, error_handling)
+        self._pools = [Pool(self.agent) for _ in range(2)]
+        self._peers: dict[str, tuple[bytes, str]] = {}
+        """By source: NIXL's description of it, and the name by which the agent knows it."""
+
+    def place(
+        self, windows: Sequence[Sequence[Part]], device: torch.device, *, side_by_side: bool
+    ) -> list[Held]:
+        """Return where the parts of each window go: side by side in one pool, or into two pools by
+        turns."""
+        placed = [place(part.entry for part in parts) for parts in windows]
+        sizes = [nbytes for _, nbytes in placed]
+        if side_by_side:
+            buffers = self._pools[0].allocate(sum(sizes), device).split(sizes)
+        else:
+            pools = [
+                pool.allocate(max(sizes[number::2], default=0), device)
+                for number, pool in enumerate(self._pools)
+            ]
+            buffers = tuple(pools[number % 2] for number in range(len(sizes)))
+        return [
+            [(part, view_entry(buffer, entry)) for part, entry in zip(parts, entries, strict=True)]
+            for parts, buffer, (entries, _) in zip(windows, buffers, placed, strict=True)
+        ]
+
+    def read(self, held: Held) -> None:
+        """Read parts to where they belong; after an error, which breaks the connection, connect to
+        their sources again.
+
+        The caller may not see the error, if it has given up this version meanwhile."""
+        held = [(part, view) for part, view in held if view.nbytes]
+        sources = {part.source.name: part.source for part, _ in held}
+        try:
+            reads = [
+                self._make_read(source, [pair for pair in held if pair[0].source is source])
+                for source in sources.values()
+            ]
+            self.agent.read(reads, READ_SECONDS)
+        except TimedOut:
+            _ABANDONED.append(self)
+            raise
+        except WeightsError:
+            for name in sources.keys() & self._peers.keys():
+                self.agent.remove_peer(self._peers.pop(name)[1])
+            raise
+
+    def close(self) -> None:
+        self.agent.close()
+        if self not in _ABANDONED:
+            for pool in self._pools:
+                pool.release()
+
+    def _make_read(self, source: Source, held: Held) -> Read:
+        kind, device = find_memory_kind(held[0][1].device)
+        blocks = [(part.entry.offset, view.data_ptr(), view.nbytes) for part, view in held]
+        remote = [(address, size, source.memory.device) for address, _, size in blocks]
+        local = [(address, size, device) for _, address, size in blocks]
+        return Read(self._connect(source), (source.memory.memory, remote), (kind, local))
+
+    def _connect(self, source: Source) -> str:
+        """Return the name of a source, which is connected to as it is now."""
+        agent, peer = self._peers.get(source.name, (b"", ""))
+        if agent != source.memory.agent:
+            if peer:  # the source has registered other memory
+                self.agent.remove_peer(peer)
+            peer = self.agent.add_peer(source.memory.agent)
+            self._peers[source.name] = source.memory.agent, peer
+        return peer
 
 
 def _find_device(group: SourceGroup) -> torch.device:
     """Return the kind of device that holds the sources' tensors, as this process numbers it."""
-    kinds = {source.memory.memory for source in group.sources if source.layout.tensors}
+    kinds = {source.memory.memory for source in group.sources if source.memory.pieces}
     if kinds == {"VRAM"} and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
