@@ -5,11 +5,13 @@ On the simulated fleet of sim_fleet.py; test_refit_machine.py has the promises o
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rollway.fleet import worker_refit
+from rollway.fleet.admin import IN_DOUBT
 from rollway.fleet.report import RefitMode
 from rollway.fleet.workers import Membership, Worker
 from rollway.versions import taint_of
@@ -178,6 +180,40 @@ def test_an_order_never_reaches_a_successor_at_the_address() -> None:
         assert successor.label in (0, 2)
         m.tried = 2
         m.settles()
+
+
+def test_a_checkpoint_that_changes_before_the_order_leaves_the_worker_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with machine(count=1) as m:
+        refit(m, 1)
+        has_changed(monkeypatch, lambda: True)
+        before = len(m.world.log)
+        assert m.loop.run_until_complete(m.processes[0].refit(2)) == "failed"
+        (worker,) = m.world.workers.values()
+        assert (worker.label, worker.paused, worker.staged) == (1, False, None)
+        assert [call.route for call in m.world.log[before:]] == ["check", "discard"]
+
+
+def test_a_checkpoint_that_changes_while_a_worker_reads_it_is_not_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that lacks memory to stage the weights reads them in the order."""
+    with machine(count=1) as m:
+        refit(m, 1)
+        (worker,) = m.world.workers.values()
+        has_changed(monkeypatch, lambda: worker.weights == "w2")
+        assert m.loop.run_until_complete(m.processes[0].refit(2)) == "failed"
+        assert "changed while" in m.processes[0].trouble
+        assert (worker.label, worker.paused, worker.taints) == (IN_DOUBT, True, ())
+        assert m.processes[0].versions.list_serving(2) == []
+
+
+def has_changed(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], bool]) -> None:
+    async def check(_: SimUpdate) -> bool:
+        return answer()
+
+    monkeypatch.setattr(SimUpdate, "_has_changed", check)
 
 
 def test_a_hung_worker_is_found_although_no_listing_was_made() -> None:
