@@ -98,7 +98,8 @@ class RefitOrders:
             clock.lap("engine")
             if report["state"] != "served":
                 handler._weight_version = label
-                await self._route_to(body["taints_before"])
+                # A worker that was paused before stays paused, and gets no requests.
+                await self._route_to([] if handler._paused else body["taints_before"])
                 return _make_refusal(report["error"])
             self._engine_label = body["version"]
             memory = {}
@@ -232,7 +233,8 @@ class RefitOrders:
     def _label_engine_after(self, handler: Handler) -> Handler:
         async def run(body: dict[str, Any]) -> dict[str, Any]:
             reply = await handler(body)
-            await self._label_engine()
+            if reply.get("status") == "ok":
+                await self._label_engine()
             return reply
 
         return run
@@ -249,7 +251,7 @@ class RefitOrders:
 
     async def _label_engine(self) -> None:
         """Have the engine refuse requests of other versions than the worker's label."""
-        label = read_label(self._handler)
+        label, self._engine_label = read_label(self._handler), None
         try:
             self._is_hooked = bool(await self._call_engine("rollway_label", {"label": label}))
         except Exception as error:  # noqa: BLE001 (an engine without the extension, or a dead one)
@@ -263,10 +265,10 @@ class RefitOrders:
 
 
 def read_label(handler: Any) -> int | None:
-    """Return a worker's label; None if it has none, or one of another tool."""
+    """Return a worker's label; None if it has none, and -1, in doubt, for one of another tool."""
     label = getattr(handler, "_weight_version", None)
-    if isinstance(label, str) and re.fullmatch(r"-?\d+", label):
-        return int(label)
+    if isinstance(label, str):
+        return int(label) if re.fullmatch(r"-?\d+", label) else -1
     return label if isinstance(label, int) and not isinstance(label, bool) else None
 
 

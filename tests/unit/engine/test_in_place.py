@@ -350,7 +350,6 @@ def test_the_workers_methods_report_instead_of_raising(worker: Any, tensors: Ten
     vllm_worker._rollway_staging = staging
     stage(staging)
     assert vllm_worker.rollway_staging("identity-of-3")["state"] == "ready"
-    vllm_worker.rollway_staged("identity-of-3")
     result = vllm_worker.rollway_swap("identity-of-3")
     assert result["strategy"] == "device"
     assert vllm_worker.rollway_staging("identity-of-3")["state"] == "failed"

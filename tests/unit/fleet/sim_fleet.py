@@ -430,7 +430,7 @@ class SimWorker:
                 self.label, self.engine_label = label, before
                 (self.paused, self.paused_by), self.frozen = was_paused, False
                 self.poke()
-                self.set_taints(order["taints_before"])
+                self.set_taints([] if self.paused else order["taints_before"])
                 raise RefitRefused("Nothing was staged, or the refit was cancelled.")
             self.kept = None
             self.issued_by = OP.get()

@@ -195,11 +195,12 @@ class StockUpdate:
         """Do nothing: the policy's tensors are known."""
 
     async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
-        self._ready[worker.instance_id] = worker
         raise NoSuchMethod("NeMo-RL's own collective sends the weights in the pause.")
 
     async def check_foreign(self, worker: Worker, why: NoSuchMethod) -> None:
-        """Do nothing: which tensors fit, the engine finds out when it loads them."""
+        """Note that the worker is ready: the next broadcast waits for it. Which tensors fit, the
+        engine finds out when it loads them."""
+        self._ready[worker.instance_id] = worker
 
     async def check_unchanged(self) -> None:
         """Do nothing: the weights are in the trainer until they are sent."""
