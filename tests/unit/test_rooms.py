@@ -38,14 +38,14 @@ ORDER = [
 ]
 """From the bottom to the top, as in docs/architecture.md."""
 
-MOST_LINES, MOST_MODULES = 48_160, 284
+MOST_LINES, MOST_MODULES = 47_600, 279
 """Of the whole package: lines with code on them. Comments and docstrings are free."""
 
 BUDGET = {
     "base": (16, 2_510),
     "cli": (15, 1_630),
     "demo": (6, 690),
-    "engine": (23, 3_850),
+    "engine": (19, 3_370),
     "fleet": (18, 3_340),
     "gateway": (12, 2_350),
     "integrations/curator": (5, 640),
