@@ -1,6 +1,6 @@
 """Measure what a delta's seconds consist of, without an engine, on a CPU or on a GPU.
 
-publish   compare old and new ─► encode and compress ─► write
+publish   compare and pack ─► write
 refit     read and decompress ─► unpack on the device ─► write where it changed ─► sum
 """
 
@@ -17,10 +17,11 @@ import torch
 
 from benchmarks.gpu_load import synchronize
 from benchmarks.real_model import Weights
-from rollway.weights.digest.changes import RunningSums, compare_pairs
 from rollway.weights.digest.checksums import integers, word_sums
 from rollway.weights.offer import Offer
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
+from rollway.weights.transports.delta.packing import Chunk, split_in_chunks, start_packing
+from rollway.weights.transports.delta.versions import DELTA
 
 ROUNDS = 3
 
@@ -31,20 +32,20 @@ def measure_parts(
     """Return the median seconds of each part, for a delta of `weights` on their own device."""
     parts = _Parts(weights, next(iter(weights.values())).device)
     options: dict[str, Any] = {"snapshot_every": 1000, "temporary": True, "compression": "none"}
-    with DeltaPublisher(Store(scratch), **options) as publisher:
+    with DeltaPublisher(scratch, **options) as publisher:
         before = publisher.publish(1, weights.items())
         for version in range(2, ROUNDS + 3):  # the first of them compiles and maps memory
             old = {name: tensor.clone() for name, tensor in weights.items()}
             change(weights, version)
             publish = partial(publisher.publish, version, weights.items())
             offer = parts.measure("publish", publish)
-            parts.measure("compare", _prepare_comparison(old, weights))
+            parts.measure("compare", _prepare_packing(old, weights))
             parts.receive(before, offer, old)
             before = offer
-            written = publisher.versions.read_manifest(version).delta
+            written = (publisher.versions.path(version) / DELTA).stat().st_size
         parts.measure("sum", lambda: word_sums(list(weights.values())))
     seconds = {name: median(times[1:] or times) for name, times in parts.seconds.items()}
-    return {"seconds": seconds, "delta_bytes": written.size if written is not None else 0}
+    return {"seconds": seconds, "delta_bytes": written}
 
 
 class _Parts:
@@ -81,10 +82,13 @@ class _Parts:
             raise RuntimeError("a delta does not lead to the weights that were published")
 
 
-def _prepare_comparison(old: Weights, new: Weights) -> Callable[[], object]:
-    """Return a function that compares as a publisher does."""
-    pairs = [(integers(old[name]), integers(new[name])) for name in old]
-    if pairs[0][0].device.type != "cpu":
-        return partial(compare_pairs, pairs, with_checksums=True)
-    tensors = [(RunningSums.of(before), before.clone(), after) for before, after in pairs]
-    return lambda: [sums.advance(before, after) for sums, before, after in tensors]
+def _prepare_packing(old: Weights, new: Weights) -> Callable[[], object]:
+    """Return a function that compares and packs as a publisher does."""
+    chunks = []
+    for names in split_in_chunks(old):
+        held, latest = (Chunk({name: weights[name] for name in names}) for weights in (old, new))
+        for number, name in enumerate(names):
+            held.put(number, old[name])
+            latest.put(number, new[name])
+        chunks.append((held, latest))
+    return lambda: [start_packing(held, latest)() for held, latest in chunks]

@@ -19,9 +19,8 @@ from benchmarks import round_floats
 from benchmarks.inputs import read_spec
 from rollway.api import up
 from rollway.errors import NoWorkers, UsageError
-from rollway.fleet.discovery import RlListing, Source, Worker
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.membership import Membership
+from rollway.fleet.workers import Membership, RlListing, Source, Worker
 from rollway.http import Http
 from rollway.signed_calls import DOOR, ORDER, sign
 from rollway.spec import StackSpec
@@ -49,7 +48,7 @@ async def _bench_fleet(spec: StackSpec) -> dict[str, Any]:
         if not workers:
             raise NoWorkers("No RL worker is listed.", "The engine must have admin routes.")
         sample = workers[:_REPEATS]
-        probe = max([await measure(fleet.admin.weight_version(worker)) for worker in sample])
+        probe = max([await measure(fleet.admin.read(worker)) for worker in sample])
         order = await _measure_signature(http, workers[0], secret)
         listing = statistics.median([await measure(fleet.workers()) for _ in range(_REPEATS)])
         singles = [make_single(http, fleet, worker, secret) for worker in sample]

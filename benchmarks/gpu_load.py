@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollway.aio import Stack
 from rollway.errors import RollwayError
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.observe.metrics_reader import sum_series
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling

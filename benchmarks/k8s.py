@@ -39,7 +39,7 @@ from benchmarks import round_floats
 from benchmarks.inputs import read_parts
 from rollway.cli.output import print_progress as say
 from rollway.errors import RollwayError
-from rollway.fleet.discovery import Worker, list_instances
+from rollway.fleet.workers import Worker, list_instances
 from rollway.http import Http
 from rollway.kubernetes.api_server import ApiServer, Refusal, explain
 from rollway.kubernetes.client import Cluster

@@ -30,8 +30,8 @@ from benchmarks.inputs import read_parts, read_spec
 from rollway.aio import Stack, up
 from rollway.cli.output import print_progress
 from rollway.errors import RollwayError, UsageError, require
-from rollway.fleet.discovery import RlListing
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import RlListing
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
 from rollway.spec import StackSpec, load_spec

@@ -50,7 +50,8 @@ from rollway.stack.state import StackDir
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.offer import Offer
 from rollway.weights.transports.collective import CollectivePublisher
-from rollway.weights.transports.delta import DeltaPublisher, Store
+from rollway.weights.transports.delta import DeltaPublisher
+from rollway.weights.transports.delta.versions import DELTA
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
@@ -232,7 +233,7 @@ async def _run_round(bench: _Bench, cases: dict[str, _Case], number: int) -> dic
 def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
     files = FilesPublisher(bench.scratch / "files", bench.model, keep_recent=2)
     # No second snapshot: every measured version is a delta.
-    deltas = DeltaPublisher(Store(bench.scratch / "deltas"), snapshot_every=1000)
+    deltas = DeltaPublisher(bench.scratch / "deltas", snapshot_every=1000)
     shm = cleanup.enter_context(ShmPublisher())
     collective = cleanup.enter_context(CollectivePublisher())
     adopted = cleanup.enter_context(ShmPublisher(keep=1))
@@ -247,8 +248,8 @@ def _make_cases(bench: _Bench, cleanup: ExitStack) -> dict[str, _Case]:
             parameter.data.copy_(state[name])
 
     def get_delta_share(offer: Offer) -> float:
-        written = deltas.versions.read_manifest(offer.version).delta
-        return 1.0 if written is None else written.size / offer.nbytes
+        written = deltas.versions.path(offer.version) / DELTA
+        return written.stat().st_size / offer.nbytes if written.exists() else 1.0
 
     cases = {
         "files": _Case(lambda version, state: files.publish(version, state.items())),

@@ -19,9 +19,10 @@ from typing import Any
 import msgspec
 
 from rollway.errors import UsageError
-from rollway.fleet.admin import AdminAPI, call_all
-from rollway.fleet.discovery import Worker
+from rollway.fleet.admin import call_all
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.gateway import command
 from rollway.gateway.command import GatewayOptions, serve
 from rollway.gateway.store import SessionStore
@@ -36,7 +37,7 @@ class NaiveBook(FleetVersions):
     """Sends every request without a taint and without a salt."""
 
     def ticket(self, version: int | None = None) -> Ticket:
-        return Ticket(self.current, None, None, self.epoch)
+        return Ticket(self.current, None, None)
 
 
 class NaiveRollouts(Rollouts):
@@ -51,7 +52,7 @@ class NaiveRollouts(Rollouts):
 async def naive_refit(fleet: Fleet, version: int, path: Path) -> None:
     """Pause with requests and cache kept, load, and resume, without any check. If chaos finds no
     stale token here, it could not find any."""
-    admin: AdminAPI = fleet.admin
+    admin: DynamoAdmin = fleet.admin
     workers = [worker for worker in await fleet.workers() if worker.error is None]
 
     async def move(worker: Worker) -> None:

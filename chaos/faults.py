@@ -27,7 +27,7 @@ import psutil
 
 from chaos.target import Target
 from rollway.errors import Unreachable
-from rollway.fleet.discovery import RlListing, Worker, discover
+from rollway.fleet.workers import RlListing, Worker, discover
 from rollway.http import Http
 from rollway.processes import ProcessId, end
 from rollway.stack.commands import LOOPBACK

@@ -264,7 +264,8 @@ class Chaos:
         workers = await self.fleet.workers(fresh=False)
         # With prefill and decode apart, `keep` is refused.
         able = bool(workers) and not any(worker.role for worker in workers)
-        able = able and all(map(self.fleet.admin.takes_refits, workers))
+        foreign = self.fleet.versions.foreign
+        able = able and foreign.isdisjoint(worker.instance_id for worker in workers)
         return (*MODES, "keep") if able else MODES
 
     async def _refit_with_fault(self, entry: Round, strike: Strike) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from rollway import processes
 from rollway.demo.placement import Device, choose_device, choose_shared_gpu, make_float32_env
 from rollway.errors import RollwayError, StackNotRunning, UsageError
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.processes import ProcessId
 from rollway.spec import StackSpec
 from rollway.stack.preset import cache_dir

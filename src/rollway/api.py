@@ -32,7 +32,7 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
-from rollway.fleet.discovery import Source
+from rollway.fleet.workers import Source
 from rollway.http import ONCE, Http
 from rollway.spec import AdminTimeouts, StackSpec, is_loopback, load_spec
 from rollway.stack import local
@@ -152,7 +152,7 @@ def attach(
         watch: notice workers that join meanwhile, and bring them up to date.
         timeouts: limits of calls to the workers; by default those of the stack's spec.
         listing: where the workers of a stack at an address are listed, for deployments without
-            the RL worker listing: a `rollway.fleet.discovery.HealthListing`, for example.
+            the RL worker listing: a `rollway.fleet.workers.HealthListing`, for example.
         secret: what orders to the workers and offers of weights are signed with, for a stack at an
             address; by default $ROLLWAY_WEIGHTS_SECRET.
         record: record what this process does with a stack at an address that Rollway did not start:

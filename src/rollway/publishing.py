@@ -18,8 +18,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVa
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import Weights
+from rollway.fleet.workers import Worker
 from rollway.spec import is_loopback
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Publisher

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 
 from rollway.errors import NoWorkers, RequestFailed, Unreachable, UsageError
-from rollway.fleet.canary import Answer, make_canary
-from rollway.fleet.discovery import RlListing, Source, StaticList, Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.foreign import Answer, make_canary
 from rollway.fleet.recording import DriverHistory
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
 from rollway.fleet.updates import Weights
 from rollway.fleet.vllm_admin import VllmAdmin
+from rollway.fleet.workers import RlListing, Source, StaticList, Worker
 from rollway.http import Http
 from rollway.observe.record import Recorder as RunRecorder
 from rollway.observe.traces import open_tracer
@@ -30,7 +30,7 @@ from rollway.publishing import (
 from rollway.rollout.client import Rollouts
 from rollway.rollout.sender import ClientOptions, Sender
 from rollway.rollout.teacher import Teacher
-from rollway.rollout.wire import get_wire
+from rollway.rollout.wire import VLLM, get_wire
 from rollway.signed_calls import read_stack_secret
 from rollway.spec import AdminTimeouts
 from rollway.stack.running import LocalAccess, StackAccess
@@ -90,7 +90,8 @@ class Stack:
         if self._plain_vllm:
             listed = StaticList((self.frontend_url,), model)
             admin = VllmAdmin(self._http, self._timeouts)
-            return Fleet(self._http, listed, model=model, admin=admin)
+            canary = make_canary(self._http, self.frontend_url, model, VLLM)
+            return Fleet(self._http, listed, model=model, admin=admin, canary=canary)
         canary = make_canary(self._http, self.frontend_url, model)
         access, state = self._access, self.read_state()
         if access is None or state is None:
@@ -200,7 +201,7 @@ class Stack:
             concurrency: how many requests may be in flight (default 256).
             timeout: seconds for one rollout, with all retries (default 3600).
             patience: seconds without progress after which a rollout fails (default 60).
-            wire: the route of the frontend: "completions" (default), "generate" or "vllm".
+            wire: the kind of frontend: "completions" (Dynamo, default) or "vllm".
             adapter: a LoRA adapter: one version, "name@version", or the newest loaded, "name".
 
         Raises:

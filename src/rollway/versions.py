@@ -2,9 +2,13 @@
 
 Refits write `FleetVersions`, and rollouts read it. A version names one set of weights for good.
 Every request is sent with a ticket: the version that must sample it, the routing taint that only
-workers on that version carry, and a salt that separates their KV caches. While the whole fleet
-changes weights, the gate is closed, and new requests wait instead of reaching a worker that is
-about to change.
+workers on that version carry, and a salt that separates their KV caches and names the version to
+the engine. While the whole fleet changes weights, the gate is closed, and new requests wait instead
+of reaching a worker that is about to change.
+
+The engine of a managed worker refuses requests of other versions, and its answers are stamped with
+the versions of their tokens: they need nothing from here. `has_served` is the rule for a foreign
+worker, which stamps nothing.
 """
 
 from __future__ import annotations
@@ -34,11 +38,10 @@ class Ticket:
     version: int | None
     taint: str | None
     salt: str | None
-    epoch: int
     stamped: bool = False
     """Whether the worker is asked to name the versions of the tokens in its answer."""
     learned: int = 0
-    """How much this process had learned about its workers: see `FleetVersions.knew`."""
+    """How much this process had learned about its workers: see `FleetVersions.has_served`."""
 
     def add_salt(self, salt: str) -> str | None:
         """Return the cache salt of a request that has one of its own. An engine reads the version
@@ -59,11 +62,6 @@ class VersionRecord(Protocol):
 
     def claims(self) -> dict[int, str]: ...
 
-    async def newest(self) -> int | None:
-        """Return the newest version that was claimed before this call, or since; cheap, because it
-        is called for every answer."""
-        ...
-
 
 class FleetVersions:
     """The weight version of the fleet and of each worker."""
@@ -74,23 +72,18 @@ class FleetVersions:
         self.by_worker: dict[int, int] = {}
         self.tainted = False
         """Whether workers carry the taint of their version, so that requests can require it."""
-        self.epoch = 0
-        """The number of updates issued so far. Without taints, an answer whose ticket is from
-        another epoch cannot be attributed to a version."""
         self.changing = 0
         """The number of refits under way."""
-        self._identities: dict[int, str] = {}
-        self._learned = 0
-        """How often this process has learned that a worker serves a version."""
-        self._since: dict[int, dict[int, int]] = {}
-        """For each worker and the last two versions that it served, `_learned` at that time."""
-        self._entered: dict[int, int] = {}
-        """The version that each worker was last resumed with by this process."""
-        self._enforced: set[int] = set()
-        """Workers that name the versions of their tokens."""
-        self._asleep: set[int] = set()
-        self._paused: set[int] = set()
+        self.foreign: set[int] = set()
+        """Workers that are known to stamp nothing."""
+        self.asleep: set[int] = set()
+        self.paused: set[int] = set()
         """Workers that were paused without a refit, by this process or another."""
+        self.learned = 0
+        """How often this process has learned that a worker serves another version than before."""
+        self._since: dict[int, int] = {}
+        """For each entry of `by_worker`, `learned` when it was made."""
+        self._identities: dict[int, str] = {}
         self._roles: dict[int, str] = {}
         """With prefill and decode apart, the role of every worker that was ever listed."""
         self._gate = asyncio.Event()
@@ -119,7 +112,7 @@ class FleetVersions:
         self._gate.clear()
 
     def open(self) -> None:
-        self._paused.clear()
+        self.paused.clear()
         self._gate.set()
 
     def claim(self, version: int, identity: str) -> None:
@@ -187,39 +180,27 @@ class FleetVersions:
     def mark_issued(self, worker: int) -> None:
         """Note that an update is about to be sent: what the worker serves is unknown from now on,
         until `mark_serving`."""
-        self.epoch += 1
         self.by_worker.pop(worker, None)
-
-    def mark_entered(self, worker: int, version: int) -> None:
-        """Note that a worker is about to generate again. Call this before the resume: from the
-        resume on its answers may come from this version."""
-        self._entered[worker] = version
-
-    def mark_enforced(self, worker: int) -> None:
-        """Note that the worker's engine refuses a request of another version, so that the worker
-        can name the versions of the tokens in its answers."""
-        self._enforced.add(worker)
-
-    def is_enforced(self, worker: int) -> bool:
-        """Return whether the worker's engine is known to refuse requests of other versions."""
-        return worker in self._enforced
 
     def mark_serving(self, worker: int, version: int) -> None:
         """Note that a worker is in service with a version."""
-        self.by_worker[worker] = version
-        self._asleep.discard(worker)
-        self._paused.discard(worker)
-        self._note_known(worker, version)
+        self._note_version(worker, version)
+        self.asleep.discard(worker)
+        self.paused.discard(worker)
+
+    def note_facts(self, worker: int, *, is_foreign: bool) -> None:
+        """Note whether a worker is one that stamps nothing, as it has said itself."""
+        (self.foreign.add if is_foreign else self.foreign.discard)(worker)
 
     def mark_asleep(self, worker: int) -> None:
         """Note that a worker sleeps: it serves no version until it is woken or refitted."""
         self.by_worker.pop(worker, None)
-        self._asleep.add(worker)
+        self.asleep.add(worker)
 
     def forget(self, worker: int) -> None:
         """Note that nothing is known about a worker any more, or that it is gone."""
         self.by_worker.pop(worker, None)
-        self._asleep.discard(worker)
+        self.asleep.discard(worker)
 
     def learn(
         self, declared: Mapping[int, int], asleep: Iterable[int] = (), paused: Iterable[int] = ()
@@ -227,9 +208,11 @@ class FleetVersions:
         """Replace the versions by worker with what the workers declare. A newer version (from a
         refit by another process) becomes the current one; an older one (all workers restarted)
         does not."""
-        self.by_worker, self._asleep, self._paused = dict(declared), set(asleep), set(paused)
+        for worker in self.by_worker.keys() - declared.keys():
+            del self.by_worker[worker]
         for worker, version in declared.items():
-            self._note_known(worker, version)
+            self._note_version(worker, version)
+        self.asleep, self.paused = set(asleep), set(paused)
         newest = max(filter(self.is_served, declared.values()), default=None)
         if newest is not None:
             self.note_served(newest)
@@ -243,23 +226,23 @@ class FleetVersions:
         """Return a ticket for `version`, or for the current one; raise if no worker serves it."""
         wanted = self.current if version is None else version
         if wanted is None:
-            return Ticket(None, None, None, self.epoch)
+            return Ticket(None, None, None)
         if not self.is_served(wanted):
             raise self._make_unserved_error(wanted)
-        if not self.is_served(wanted, without=self._paused):
+        if not self.is_served(wanted, without=self.paused):
             raise _make_paused_error()
         taint = taint_of(wanted) if self.tainted else None
-        stamped = any(worker in self._enforced for worker in self.by_worker)
-        return Ticket(wanted, taint, f"v{wanted}", self.epoch, stamped, self._learned)
+        stamped = not self.foreign.issuperset(self.by_worker)
+        return Ticket(wanted, taint, f"v{wanted}", stamped, self.learned)
 
     def is_over(self, version: int) -> bool:
         """Return whether no worker serves a version, nor will: newer ones are served."""
         return not self.is_served(version) and (self.newest or BASE_VERSION) > version
 
     def _make_unserved_error(self, version: int) -> RolloutError:
-        if self._asleep:
+        if self.asleep:
             return RolloutError(
-                f"{len(self._asleep)} workers sleep, and no other serves version {version}.",
+                f"{len(self.asleep)} workers sleep, and no other serves version {version}.",
                 "Wake them with `Stack.wake` or `rollway fleet wake`; after level 2, refit them.",
             )
         if version != self.current:
@@ -272,49 +255,25 @@ class FleetVersions:
             "The last refit failed or was interrupted, or all workers restarted: refit.",
         )
 
-    def attributes_to(self, ticket: Ticket, worker: int | None) -> bool:
-        """Return whether this process attributes an answer to the version of its ticket.
+    def has_served(self, ticket: Ticket, worker: int | None) -> bool:
+        """Return whether a foreign worker has had the ticket's version ever since the ticket was
+        issued, as far as this process knows; with `worker` None, whether all workers have.
 
-        `worker` is the worker that answered; None means unknown, so the condition must hold for
-        all workers."""
-        if ticket.version is None:
-            return True
-        if not all(self.knew(ticket, w) for w in (self.by_worker if worker is None else (worker,))):
-            return False
-        if ticket.taint is not None:
-            # The router sends the request only to workers on the version, and a refit aborts what
-            # is still queued. But a stalled router may deliver after that abort: the answer
-            # counts only if the worker was not resumed with newer weights meanwhile.
-            newest = max(self._entered.values(), default=ticket.version)
-            entered = newest if worker is None else self._entered.get(worker, ticket.version)
-            return entered <= ticket.version
-        # Without taints any worker may have answered at any time: it must have had the version
-        # throughout, which holds if no update was issued since the ticket.
-        versions = self.by_worker.values() if worker is None else [self.by_worker.get(worker)]
-        return self.epoch == ticket.epoch and set(versions) == {ticket.version}
+        What a worker had before it was known does not count: a router sends requests to one that
+        has just joined before it knows its taints. By the time of the answer that worker may have
+        the version, and then no label shows what it had before."""
+        workers = list(self.by_worker) if worker is None else [worker]
+        return bool(workers) and all(
+            worker in self.foreign
+            and self.by_worker.get(worker) == ticket.version
+            and self._since[worker] <= ticket.learned
+            for worker in workers
+        )
 
-    def knew(self, ticket: Ticket, worker: int) -> bool:
-        """Return whether this process knew, when it issued the ticket, that the worker served its
-        version.
-
-        A router sends requests to a worker that has just joined before it knows its taints. Such an
-        answer is of the weights that the worker started with. By the time of the answer the worker
-        may have the version, and then no label shows what it had before."""
-        assert ticket.version is not None
-        since = self._since.get(worker, {}).get(ticket.version)
-        return since is not None and since <= ticket.learned
-
-    def has_met(self, worker: int) -> bool:
-        """Return whether a version of this worker was ever known."""
-        return worker in self._since
-
-    def _note_known(self, worker: int, version: int) -> None:
-        since = self._since.setdefault(worker, {})
-        if version not in since:
-            self._learned += 1
-            since[version] = self._learned
-            if len(since) > 2:
-                del since[min(since)]
+    def _note_version(self, worker: int, version: int) -> None:
+        if self.by_worker.get(worker) != version:
+            self.learned += 1
+            self.by_worker[worker], self._since[worker] = version, self.learned
 
 
 def _make_paused_error() -> RolloutError:

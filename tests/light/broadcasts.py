@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from rollway.engine.foreign_senders import PrimeRlBroadcastReader
 from rollway.engine.incoming import get_reader
-from rollway.engine.prime_rl_broadcast import PrimeRlBroadcastReader
 from rollway.weights.checkpoint import read_headers
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Reader

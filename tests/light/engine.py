@@ -17,6 +17,7 @@ import numpy as np
 from dynamo.llm.exceptions import EngineShutdown
 
 from rollway.engine.core import read_version
+from rollway.engine.transferred import COMPUTED_FOR
 from tests.light.cache import FAULT, PrefixCache
 from tests.light.checkpoint import Array
 from tests.light.model import Decoding, log_softmax
@@ -144,15 +145,16 @@ class Engine:
         if self.mode == "decode" and hand_over:
             decoding.import_kv(hand_over)
         entry = Request(context.id(), params, decoding, seed)
-        version = read_version(params.salt)
-        if self.label is not None and version not in (None, self.label):
+        computed_for = (hand_over or {}).get(COMPUTED_FOR) if self.mode == "decode" else None
+        if not self._admits(entry, is_handed_over=bool(hand_over), computed_for=computed_for):
             yield entry.chunk("cancelled")
             return
+        version = None if self.label is None else read_version(params.salt)
         self.requests[entry.key] = entry
         try:
             async for chunk in self._run(entry, context):
                 if self.mode == "prefill" and chunk.get("finish_reason") in ("length", "stop"):
-                    sent = decoding.export_kv(params.prompt_length)
+                    sent = decoding.export_kv(params.prompt_length) | {COMPUTED_FOR: version}
                     chunk["disaggregated_params"] = {"kv_transfer_params": sent}
                 if prefill and "completion_usage" in chunk:
                     details = prefill.get("prompt_tokens_details")
@@ -160,6 +162,20 @@ class Engine:
                 yield chunk
         finally:
             self._finish(entry)
+
+    def _admits(
+        self, entry: Request, *, is_handed_over: bool = False, computed_for: int | None = None
+    ) -> bool:
+        """Return whether the request, and KV of another worker, is of the version served here."""
+        version = read_version(entry.params.salt)
+        if self.label is None or version is None:
+            return True
+        return version == self.label and (not is_handed_over or computed_for == version)
+
+    def abort_others(self) -> None:
+        """Abort requests of other versions, which waited during a refit."""
+        for entry in [entry for entry in self.requests.values() if not self._admits(entry)]:
+            self._abort(entry)
 
     async def _run(self, entry: Request, context: Any) -> AsyncIterator[Chunk]:
         reason: str | None = None

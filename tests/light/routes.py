@@ -12,7 +12,6 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from rollway.signed_calls import MEMORY, SLEEP, WAKE
 from tests.light.engine import Engine
 from tests.light.orders import EngineClient
 
@@ -21,7 +20,6 @@ Route = Callable[[Body], Awaitable[Body]]
 R = TypeVar("R", bound="AdminRoutes")
 
 _UNDECLARED = object()
-_TAGS = ("weights", "kv_cache")
 _NOT_KWARGS = {"allow_unpaused", "engine_rpc", "reset_prefix_cache", "weight_version"}
 _MUST_BE_PAUSED = (
     "Worker must be paused via pause_generation() before updating weights. Call "
@@ -49,13 +47,11 @@ def _route(
 class AdminRoutes:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        if os.environ.get("LIGHT_ORDERS") == "1":
+        if os.environ.get("LIGHT_FOREIGN") != "1":
             self.engine_client = EngineClient(engine)  # by which Rollway's guard knows it
         self._pause_lock = asyncio.Lock()
         self._paused = False
         self._weight_version: Any = _UNDECLARED
-        self._sleep_level = 0
-        self._sleeping: set[str] = set()
         self._load_seconds = float(os.environ.get("LIGHT_LOAD_SECONDS", "0"))
 
     async def generate(self, request: Body, context: Any) -> AsyncIterator[Body]:
@@ -78,9 +74,6 @@ class AdminRoutes:
             "destroy_weights_update_group",
             "get_weight_version",
             "set_weight_version",
-            SLEEP,
-            WAKE,
-            MEMORY,
         ]
         return {name: getattr(self, name) for name in names}
 
@@ -106,8 +99,6 @@ class AdminRoutes:
     @_route
     async def resume_generation(self, body: Body) -> Body:
         async with self._pause_lock:
-            if self._sleeping:
-                return _error("it sleeps: wake it")
             self._engine.resume()
             self._paused = False
         return {"status": "ok", "message": "Engine resumed"}
@@ -130,8 +121,7 @@ class AdminRoutes:
     async def get_weight_version(self, body: Body) -> Body:
         declared = self._weight_version is not _UNDECLARED
         version = self._weight_version if declared else None
-        facts = {"version_declared": declared, "asleep": self._sleep_level}
-        return {"status": "ok", "version": version, **facts}
+        return {"status": "ok", "version": version, "version_declared": declared}
 
     @_route
     async def set_weight_version(self, body: Body) -> Body:
@@ -171,48 +161,6 @@ class AdminRoutes:
             kwargs = {name: value for name, value in body.items() if name not in _NOT_KWARGS}
             return await self._update(rpc, kwargs, body, reset=reset)
 
-    # These are Rollway's own orders, as engine/sleep_orders.py answers them.
-
-    @_route
-    async def rollway_sleep(self, body: Body) -> Body:
-        async with self._pause_lock:
-            if "label" in body and body["label"] != self._weight_version:
-                return _error(f"its label is {self._weight_version}, and not {body['label']}")
-            before, level = self._read_memory(), int(body["level"])
-            if os.environ.get("LIGHT_NO_SLEEP_MODE") == "1" or self._sleep_level not in (0, level):
-                return _error("it may not sleep")
-            if self._sleeping != {"weights", "kv_cache"}:
-                await self._engine.pause(body["mode"], True)
-                self._paused, self._sleep_level = True, level
-                self._sleeping = {"weights", "kv_cache"}
-                if level == 2:
-                    self._engine.worker.forget()
-        return {"status": "ok", "seconds": 0.0, "before": before, "ranks": self._read_memory()}
-
-    @_route
-    async def rollway_wake(self, body: Body) -> Body:
-        async with self._pause_lock:
-            before, wanted = self._read_memory(), self._sleeping & {*body.get("tags", _TAGS)}
-            if not self._engine.worker.usable and wanted - {"weights"}:
-                return _error("its weights are gone: refit it")
-            self._sleeping -= wanted
-            if not self._sleeping:
-                self._sleep_level, self._paused = 0, False
-                self._engine.resume()
-        return {"status": "ok", "seconds": 0.0, "before": before, "ranks": self._read_memory()}
-
-    @_route
-    async def rollway_memory(self, body: Body) -> Body:
-        return {"status": "ok", "ranks": self._read_memory(), "asleep": self._sleep_level}
-
-    def _read_memory(self) -> list[Body]:
-        refused = os.environ.get("LIGHT_NO_SLEEP_MODE") == "1"
-        refusal = "set `enable-sleep-mode: true`" if refused else ""
-        free = 10**9 * (1 + len(self._sleeping))
-        facts = {"device": "light", "free": free, "total": 4 * 10**9, "resident": 0}
-        asleep = dict.fromkeys(self._sleeping, 10**9)
-        return [{**facts, "asleep_bytes": asleep, "releases": True, "refusal": refusal}]
-
     @_route
     async def update_weights_from_tensor(self, body: Body) -> Body:
         return _error("update_weights_from_tensor is not implemented")
@@ -226,9 +174,7 @@ class AdminRoutes:
         return await self._group(body, "destroy_broadcaster", "destroyed")
 
     async def _update(self, rpc: str, kwargs: Body, body: Body, *, reset: bool) -> Body:
-        if rpc not in ("rollway_check", "rollway_stage"):  # which load nothing
-            if "weights" in self._sleeping:
-                return _error("its weights sleep: wake them before they are updated")
+        if not body.get("allow_unpaused"):  # then it may load nothing
             await asyncio.sleep(self._load_seconds)  # the time to load a real model
         self._engine.worker.call(rpc, kwargs)
         if reset:

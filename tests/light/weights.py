@@ -11,10 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rollway.signed_calls import Verifier, read_stack_secret
-from tests.light.checkpoint import Tensors, read_tensors, share_tensors
+from tests.light.checkpoint import Tensors, share_tensors
 from tests.light.model import Qwen3
 
 if TYPE_CHECKING:
@@ -67,13 +65,6 @@ class LightWorker:
         """Lose the weights, as in a sleep at level 2: an engine that computes now dies."""
         self._destroyed = True
 
-    def rollway_check(self, order: dict[str, Any]) -> None:
-        arguments = self.verifier.open("rollway_check", order)
-        self._check(arguments["path"], arguments["allow_cast"])
-
-    def rollway_load(self, order: dict[str, Any]) -> None:
-        self._load(self.verifier.open("rollway_load", order)["path"])
-
     def stage(self, identity: str, path: Path, allow_cast: bool) -> None:
         """Load a checkpoint beside the one that serves."""
         self._check(str(path), allow_cast)
@@ -87,8 +78,8 @@ class LightWorker:
         self._use(self._staged[2])
         self._staged = None
 
-    def rollway_unstage(self, identity: str) -> None:
-        if self.has_staged(identity):
+    def rollway_unstage(self, identity: str = "") -> None:
+        if not identity or self.has_staged(identity):
             self._staged = None
         elif self._broadcasts is not None:
             self._broadcasts.discard()
@@ -126,20 +117,6 @@ class LightWorker:
             self._served = read_headers(self._path)
         refuse_differences(differences(new, self._served, allow_cast=allow_cast), path)
 
-    def _load(self, weight_path: str) -> None:
-        """Check, load, and compare every array with what the files say now."""
-        # Whether another dtype will do was decided by the check before; it is not passed on here.
-        self._check(weight_path, allow_cast=True)
-        if self._poison is not None:
-            raise RuntimeError(self._poison)
-        self._use(share_tensors(Path(weight_path)))
-        from rollway.weights.checkpoint import check_checkpoint
-
-        check_checkpoint(Path(weight_path), needs_config=False)
-        for name, array in read_tensors(Path(weight_path)).items():
-            if not np.array_equal(self.model.tensors[name], array, equal_nan=True):
-                raise RuntimeError(f"{name} is not what {weight_path} holds")
-
     def _use(self, fresh: Tensors) -> None:
         whole = fresh.keys() == self._shapes.keys()
         # A whole checkpoint is used as it is, so that workers of one process share its arrays.
@@ -148,7 +125,7 @@ class LightWorker:
 
     def _method(self, name: str) -> Callable[..., object]:
         unknown = name.startswith("_") or (
-            name.startswith("rollway_") and os.environ.get("LIGHT_NO_ENGINE_METHODS") == "1"
+            name.startswith("rollway_") and os.environ.get("LIGHT_FOREIGN") == "1"
         )
         if unknown:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

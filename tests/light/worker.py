@@ -14,11 +14,10 @@ LIGHT_PREFILL_SECONDS_PER_TOKEN (so does each token of a prompt that is not cach
 after the other; 0), LIGHT_LOAD_SECONDS (an update takes this much longer; 0), LIGHT_ROUTE_SECONDS
 (so does every admin route; 0), LIGHT_PROBE_SECONDS (and every probe of a listing, and the version;
 0), LIGHT_BUSY_SECONDS (each turn of the event loop takes this much longer, as with hundreds
-of streams; 0), LIGHT_ORDERS=1 (one order stages weights and one refits, as in real workers),
-LIGHT_NO_ENGINE_METHODS=1 (the `rollway_*` engine methods are unknown), LIGHT_NO_SLEEP_MODE=1 (the
-engine may not sleep), LIGHT_FAULT (`events`: none are published; `salt`: blocks are found under
-any; `log-probs`: without the temperature; `generation config`: a request without a temperature gets
-another than 1), and
+of streams; 0), LIGHT_FOREIGN=1 (a worker that Rollway does not manage: it takes no orders, and the
+`rollway_*` engine methods are unknown), LIGHT_NO_SLEEP_MODE=1 (the engine may not sleep),
+LIGHT_FAULT (`events`: none are published; `salt`: blocks are found under any; `log-probs`: without
+the temperature; `generation config`: a request without a temperature gets another than 1), and
 LIGHT_LOSE_REGISTRATION=FILE (the worker that can create FILE serves its system port only, like
 one whose registration got lost).
 """

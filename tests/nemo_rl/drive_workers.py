@@ -27,8 +27,7 @@ from rollway.integrations.nemo_rl import workers  # noqa: E402
 from rollway.integrations.nemo_rl.plug import register_worker_class  # noqa: E402
 from rollway.integrations.nemo_rl.publish import PublishOptions  # noqa: E402
 from rollway.weights.offer import parse_offer  # noqa: E402
-from rollway.weights.transports.shm import ShmReader  # noqa: E402
-from rollway.weights.transports.shm_shards import join_offers  # noqa: E402
+from rollway.weights.transports.shm import ShmReader, join_offers  # noqa: E402
 
 WORKER = "tests.nemo_rl.cpu_worker.CpuWorker"
 SYSTEM = "nemo_rl.environments.math_environment.MathEnvironment"

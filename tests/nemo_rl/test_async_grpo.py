@@ -52,7 +52,7 @@ def seen(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def seen_in_flight(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     # Rollouts of 12 tokens take longer than an optimizer step, so they run when it ends. Workers
     # that take orders stamp every token; a rollout on others begins again on the new weights.
-    slow = {"LIGHT_STEP_SECONDS": "0.7", "LIGHT_ORDERS": "1"}
+    slow = {"LIGHT_STEP_SECONDS": "0.7"}
     home = tmp_path_factory.mktemp("home")
     return train(base_model, home, IN_FLIGHT_STEPS, in_flight=True, **slow)
 

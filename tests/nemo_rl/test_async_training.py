@@ -27,8 +27,8 @@ import torch
 import rollway
 from rollway.demo.grpo import RolloutBatch, group_advantages
 from rollway.demo.task import CountingPrompt, CountingTask
-from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
+from rollway.fleet.workers import Worker
 from rollway.integrations.nemo_rl.config import WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.synchronizer import Synchronizer

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from rollway.integrations.nemo_rl.publish import PublishOptions
 from rollway.weights.offer import parse_offer
 from rollway.weights.transports.base import Reader
-from rollway.weights.transports.shm import ShmReader
-from rollway.weights.transports.shm_shards import join_offers
+from rollway.weights.transports.shm import ShmReader, join_offers
 from tests.megatron.package import install_megatron
 from tests.nemo_rl.draft_policy import DraftRank, write_draft
 from tests.nemo_rl.environment import find_source

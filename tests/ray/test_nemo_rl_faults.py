@@ -77,7 +77,7 @@ def test_a_rank_killed_while_it_publishes_is_named_at_once(
 ) -> None:
     """The other rank waits for minutes until all have announced their shards; nobody waits for
     it."""
-    spec = light(base_model, f"rank{victim}", LIGHT_ORDERS="1")
+    spec = light(base_model, f"rank{victim}")
     generation = Generation(None, make_config(spec["models"][0]["name"], stack=spec))
     group = Group(policies[1].path)
     try:

@@ -20,14 +20,14 @@ import rollway
 from rollway import processes
 from rollway.engine import guard, rpc
 from rollway.errors import AdminError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.signed_calls import ORDER, SECRET, OrderRefused, Verifier, sign
 from rollway.stack.state import StackDir, secret_file
 from tests.light.spec import light
-from tests.stack.policies import Policy
+from tests.stack.policies import Policy, perturbed
 from tests.waiting import wait_until
 
 WORD = "a secret"
@@ -38,7 +38,7 @@ ATTACKS: list[tuple[str, dict[str, Any]]] = [
     ("abort_request", {"request_id": "1"}),
     ("set_weight_version", {"weight_version": 7}),
     ("update_weights_from_disk", {"model_path": "/tmp", "weight_version": 7}),
-    ("update_weights_from_distributed", {"engine_rpc": "rollway_load", "weight_path": "/tmp"}),
+    ("update_weights_from_distributed", {"engine_rpc": "reload_weights", "weights_path": "/tmp"}),
     (
         "update_weights_from_distributed",
         {
@@ -62,6 +62,11 @@ ATTACKS: list[tuple[str, dict[str, Any]]] = [
     ("destroy_weights_update_group", {"engine_rpc": "shutdown"}),
     ("update/model_taints", {"taints": ["rollway-v7"]}),
     ("control/sleep", {"level": 2}),
+    ("rollway_stage", {"identity": "a" * 32, "needs_label": False, "seconds": 1.0}),
+    ("rollway_refit", {"identity": "a" * 32, "label": 0, "version": 7}),
+    ("rollway_discard", {"identity": "a" * 32}),
+    ("rollway_sleep", {"level": 2, "mode": "abort", "label": 0}),
+    ("rollway_wake", {}),
     ("control/start_profile", {}),
 ]
 
@@ -297,21 +302,22 @@ def test_orders_reach_a_restarted_worker(stack: rollway.Stack) -> None:
             fleet = Fleet(http, stack.rl_url, secret=stack.weights_secret)
             (worker,) = await fleet.workers()
             await flush(admin, worker)
-            admin._known.processes[worker.admin_url] = "a predecessor"
+            admin._processes[worker.admin_url] = "a predecessor"
             await flush(admin, worker)
-            admin._known.processes[worker.admin_url] = ""  # one without a guard
+            admin._processes[worker.admin_url] = ""  # one without a guard
             await flush(admin, worker)
 
     asyncio.run(run())
 
 
 @pytest.mark.stack
-def test_orders_can_be_left_open_for_other_tools(base_model: Path) -> None:
+def test_orders_can_be_left_open_for_other_tools(base_model: Path, tmp_path: Path) -> None:
+    """Its worker has no guard, and is a foreign one."""
     spec = {**light(base_model, "open", replicas=1), "admin_orders": "open"}
     with rollway.up(spec) as stack:
         (worker,) = stack.fleet.workers()
         assert post(f"{worker.admin_url}/engine/flush_cache", {})["status"] == "ok"
-        stack.refit(1, base_model)
+        stack.refit(1, perturbed(base_model, tmp_path / "other", seed=1))
 
 
 # --- Real vLLM workers ---------------------------------------------------------------------------
@@ -349,11 +355,9 @@ def test_not_even_a_signed_call_runs_any_method_of_the_engine(
                     await admin.call(worker, method, arguments)
             offer = {"transport": "files", "version": 1, "identity": "a" * 32, "nbytes": 1}
             offer["where"] = {"path": str(tmp_path)}
-            with pytest.raises(AdminError, match="not signed with this stack's secret"):
-                await admin.call(worker, "rollway_stage", {"offer": offer})
-            for method in ("rollway_check", "rollway_load"):
-                with pytest.raises(AdminError, match="signed orders only"):
-                    await admin.call(worker, method, {"order": {}})
+            for method in ("rollway_stage", "rollway_join"):
+                with pytest.raises(AdminError, match="not signed with this stack's secret"):
+                    await admin.call(worker, method, {"offer": offer})
             await admin.flush_cache(worker)
 
     asyncio.run(attack())

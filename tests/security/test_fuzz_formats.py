@@ -30,23 +30,28 @@ from rollway.errors import RollwayError
 from rollway.weights import untrusted
 from rollway.weights.adapter import Adapter, attach_adapter, check_config, detach_adapter
 from rollway.weights.checkpoint import STABLE, check_checkpoint, publish_checkpoint
+from rollway.weights.digest.checksums import word_sum
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, read_manifest, read_offer
 from rollway.weights.planning.scenario import read_model
 from rollway.weights.transports import collective
-from rollway.weights.transports.delta import DeltaPublisher, DeltaVersions, Store
-from rollway.weights.transports.delta import Manifest as DeltaManifest
-from rollway.weights.transports.delta import format as delta
-from rollway.weights.transports.delta.reader import write_steps
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
+from rollway.weights.transports.delta.unpacking import read_step
+from rollway.weights.transports.delta.versions import (
+    DELTA,
+    MANIFEST,
+    DeltaManifest,
+    DeltaVersions,
+    open_stored,
+)
 from rollway.weights.transports.nixl.catalog import _CALLS, ListedVersions, answer
 from rollway.weights.transports.nixl.listing import Listing, SourceMemory, read_group
-from rollway.weights.transports.shm_shards import group_by_tensor
+from rollway.weights.transports.shm import group_by_tensor
 from tests.checkpoints import write_checkpoint
 from tests.security.limits import limit_memory
 from tests.soak import examples
-from tests.unit.weights.deltas import apply
 
 CASES = examples(400)
-DELTAS, DELTA_KEY = Store(Path()), f"manifests/{1:015d}.json"
+DELTAS = DeltaVersions(Path())
 ROOM = 512 << 20
 SECONDS = 20.0
 """Limit of one case; the machine may be busy, but an endless loop takes longer."""
@@ -139,21 +144,34 @@ def read_list(raw: bytes) -> None:
 
 
 def read_deltas(raw: bytes) -> None:
-    (DELTAS.root / DELTA_KEY).write_bytes(_with_digest(raw))
-    versions = DeltaVersions(DELTAS)
-    write_steps(versions, {}, versions.find_chain(None, 1), versions.read_manifest(1))
+    """The offer fits the manifest: an attacker who changes it can change the identity too."""
+    (DELTAS.path(2) / MANIFEST).write_bytes(raw)
+    manifest = DELTAS.read_manifest(2)
+    offer = Offer("delta", 2, manifest.identity, 0, {"root": str(DELTAS.root)})
+    for _ in DeltaReader().tensors(offer):
+        pass
+    _unpack(manifest)
 
 
-def _with_digest(raw: bytes) -> bytes:
-    """Recompute the checksum, as an attacker would."""
-    try:
-        return msgspec.json.decode(raw, type=DeltaManifest).to_bytes()
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return raw
+def _unpack(manifest: DeltaManifest) -> None:
+    with open_stored(DELTAS.path(2) / DELTA) as file:
+        for _ in read_step(file, manifest.tensors).move(torch.device("cpu")):
+            pass
 
 
 def read_change(raw: bytes) -> None:
-    apply(delta.decode(raw), torch.arange(1000, dtype=torch.int32))
+    """The manifest fits the bytes: its sums are theirs."""
+    path = DELTAS.path(2)
+    (path / MANIFEST).write_bytes(FORMATS["delta manifest"].valid)
+    (path / DELTA).write_bytes(raw)
+    manifest = DELTAS.read_manifest(2)
+    entry = manifest.tensors["a"]
+    assert entry.change is not None
+    packed = raw[: entry.change.nbytes]
+    total = word_sum(torch.tensor(list(packed), dtype=torch.uint8))
+    change = msgspec.structs.replace(entry.change, sum=total)
+    entry = msgspec.structs.replace(entry, change=change)
+    _unpack(msgspec.structs.replace(manifest, tensors={"a": entry}))
 
 
 def read_call(raw: bytes) -> None:
@@ -178,15 +196,15 @@ def _stable() -> bytes:
 def deltas(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A published version, whose manifest the cases replace."""
     DELTAS.root = tmp_path_factory.mktemp("deltas")
-    DeltaPublisher(DELTAS).publish(1, [("a", torch.ones(3)), ("b", torch.ones(2))])
-    FORMATS["delta manifest"] = Format(read_deltas, DELTAS.get(DELTA_KEY))
-
-
-def _change() -> bytes:
     old = torch.arange(1000, dtype=torch.int32)
     new = old.clone()
     new[::7] += 3
-    return delta.encode("a", old, new).to_bytes()
+    with DeltaPublisher(DELTAS.root) as publisher:
+        publisher.publish(1, [("a", old), ("b", torch.ones(2))])
+        publisher.publish(2, [("a", new), ("b", torch.ones(2))])
+    path = DELTAS.path(2)
+    FORMATS["delta manifest"] = Format(read_deltas, (path / MANIFEST).read_bytes())
+    FORMATS["packed change"] = Format(read_change, (path / DELTA).read_bytes(), False)
 
 
 def _source_memory() -> bytes:
@@ -226,8 +244,8 @@ FORMATS = {
     ),
     "offer": Format(read_json_offer, _offer()),
     "list of tensors": Format(read_list, LIST),
-    "delta manifest": Format(read_deltas, b"{}"),  # the fixture has a valid one
-    "packed change": Format(read_change, _change(), False),
+    "delta manifest": Format(read_deltas, b"{}"),  # the fixture has valid ones
+    "packed change": Format(read_change, b"", False),
     "catalog listing": Format(
         read_call, msgspec.msgpack.encode([Listing(1, "s", 0, 1, "trainer", b"b")]), False
     ),

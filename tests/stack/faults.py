@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollway.aio import Stack
-from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.report import RefitMode
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.client import Rollout
 from rollway.rollout.completion import Completion

@@ -102,9 +102,9 @@ def patch(llm: Any, store: Path, version: int, policy: Any) -> dict[str, Any]:
     """Serve a policy from deltas, change it a little, and refit again."""
     import torch
 
-    from rollway.weights.transports.delta import DeltaPublisher, Store
+    from rollway.weights.transports.delta import DeltaPublisher
 
-    publisher = DeltaPublisher(Store(store))
+    publisher = DeltaPublisher(store)
     refit(llm, publisher, version + 1, policy)
     torch.manual_seed(9)
     with torch.no_grad():

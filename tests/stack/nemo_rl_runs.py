@@ -19,7 +19,7 @@ from tests.stack.serving import TOLERANCE, fresh_prompt
 
 BOUND = 60.0
 """Within these seconds every fault must be named."""
-ORDERS = {"LIGHT_ORDERS": "1"}
+FOREIGN = {"LIGHT_FOREIGN": "1"}
 
 
 @contextmanager

@@ -32,7 +32,7 @@ GENERATE = "/inference/v1/generate"
 @contextlib.contextmanager
 def light_stack(base_model: Path, home: Path, output_dir: Path) -> Iterator[rollway.Stack]:
     """Two light workers that take orders, as real ones do, and may read the trainer's output."""
-    spec = light(base_model, "prime", LIGHT_ORDERS="1", LIGHT_STEP_SECONDS="0.01")
+    spec = light(base_model, "prime", LIGHT_STEP_SECONDS="0.01")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(home))
         opening = rollway.up({**spec, "checkpoint_roots": [str(output_dir)]})

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import rollway
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling

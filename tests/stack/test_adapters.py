@@ -25,7 +25,7 @@ from rollway.rollout.wire import DynamoAssembly, completion_request
 from rollway.stack.state import StackDir
 from rollway.weights.adapter import HOME
 from rollway.weights.transports.collective import CollectivePublisher
-from rollway.weights.transports.delta import DeltaPublisher, SharedMemory
+from rollway.weights.transports.delta import DeltaPublisher
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher
@@ -241,7 +241,7 @@ def test_other_transports(
         pytest.importorskip("nixl_cu12", reason="there is no NIXL for this machine")
     with ExitStack() as cleanup:
         publisher: Any = {
-            "delta": lambda: DeltaPublisher(cleanup.enter_context(SharedMemory())),
+            "delta": lambda: DeltaPublisher(tmp_path / "deltas"),
             "files": lambda: FilesPublisher(tmp_path / "v", policies[0].path, keep_recent=2),
             "collective": lambda: cleanup.enter_context(CollectivePublisher()),
             "nixl": lambda: cleanup.enter_context(NixlPublisher(secret=stack.weights_secret)),

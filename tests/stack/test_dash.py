@@ -134,7 +134,7 @@ def test_a_trainer_that_is_killed_in_a_refit_leaves_no_false_red(
     """Its workers end their orders by themselves; what they declare counts."""
     # Versions of tokens are compared with those of workers some time later, here at once.
     monkeypatch.setattr("rollway.observe.run_state.FOREIGN_SECONDS", -1.0)
-    spec = light(base_model, "orphaned", LIGHT_ORDERS="1")
+    spec = light(base_model, "orphaned")
     with rollway.up({**spec, "observe": OFTEN}) as stack:
         stack.refit(1, policies[1].path)
         trainer = [sys.executable, "-c", KILLED_IN_A_REFIT, str(policies[2].path)]

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 import rollway
 from rollway.errors import RolloutError, UsageError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.observe.read import Run
 from rollway.rollout.client import Rollout

@@ -185,7 +185,7 @@ def test_a_fault_of_the_workers_is_found(
 
 
 def test_why_there_are_canaries_only_is_said(base_model: Path) -> None:
-    spec = light(base_model, "plain", LIGHT_NO_ENGINE_METHODS="1")
+    spec = light(base_model, "plain", LIGHT_FOREIGN="1")
     with rollway.up({**spec, "observe": "off"}):
         done = examine("plain")
     notes = {f.what: f.cause for f in done.findings if f.level == "note"}

@@ -16,8 +16,8 @@ from typing import Any
 
 import rollway
 from benchmarks.fleet import make_single
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.stack.state import LOADED, ProcessState, StackDir
 from tests.light.spec import light

@@ -19,9 +19,9 @@ import rollway
 from chaos.control import naive_refit
 from rollway.aio import Stack
 from rollway.errors import AdminError, RolloutError, Unreachable, UsageError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
@@ -277,8 +277,8 @@ async def test_a_refused_refit_leaves_no_second_model_in_a_worker(
         await client.refit(version, policies[2].path)
     staged = {"identity": check_checkpoint(policies[2].path).identity}
     for worker in await client.fleet.workers():
-        with pytest.raises(AdminError):
-            await client.fleet.admin.call(worker, "rollway_staged", staged)
+        with pytest.raises(AdminError, match="are not staged here"):
+            await client.fleet.admin.call(worker, "rollway_swap", staged)
 
 
 async def test_06_dynamo_alone_accepts_half_a_checkpoint(
@@ -319,7 +319,8 @@ async def test_07_the_label_always_matches_the_served_weights(
     version, _ = await move(client)
     worker = (await client.fleet.workers())[0]
     await bare.load(worker, policies[(version + 1) % len(policies)].path)
-    assert await bare.admin.weight_version(worker) == version  # Dynamo's, of other weights
+    label = (await bare.admin.read(worker)).label
+    assert label == version  # Dynamo's, of other weights
 
     older, newer = next(versions), next(versions)
     async with rollway.attach(client.frontend_url) as other:

@@ -19,8 +19,8 @@ import rollway
 from rollway import processes
 from rollway.aio import Stack
 from rollway.errors import AdminError, NoWorkers, RefitError, UsageError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.processes import ProcessId
 from rollway.rollout.client import Rollout

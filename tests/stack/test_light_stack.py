@@ -20,10 +20,10 @@ import pytest
 
 import rollway
 from rollway.errors import RefitError, RolloutError, StartError, UsageError
-from rollway.fleet.discovery import HealthListing, RlListing, StaticList, discover
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import RefitMode
 from rollway.fleet.updates import FromDisk
+from rollway.fleet.workers import HealthListing, RlListing, StaticList, discover
 from rollway.http import Http
 from rollway.integrations.verl.pool import Pool
 from rollway.signed_calls import REFIT, STAGE
@@ -69,7 +69,7 @@ async def test_a_later_refit_sends_two_requests_to_each_worker(
     async def note(_: Http, method: str, url: str, body: object) -> None:
         urls.append(url)
 
-    spec = light(base_model, "calls", LIGHT_ORDERS="1", LIGHT_STEP_SECONDS="0.01")
+    spec = light(base_model, "calls", LIGHT_STEP_SECONDS="0.01")
     async with rollway.aio.up(spec) as stack:
         await stack.refit(1, policies[1].path)
         await stack.unwatch()  # the watcher lists now and then
@@ -94,11 +94,11 @@ async def test_a_later_refit_sends_two_requests_to_each_worker(
 @pytest.mark.parametrize(
     ("env", "policy"),
     [
-        ({"LIGHT_ORDERS": "1"}, 2),
+        ({}, 2),
         # The successor has the new weights already, so its answer to a canary stays the same.
-        ({"LIGHT_NO_ENGINE_METHODS": "1"}, 0),
+        ({"LIGHT_FOREIGN": "1"}, 0),
     ],
-    ids=["orders", "canary-of-the-base-weights"],
+    ids=["managed", "canary-of-the-base-weights"],
 )
 async def test_a_worker_that_joins_between_refits_is_listed_and_moved(
     base_model: Path, policies: list[Policy], env: dict[str, str], policy: int
@@ -173,7 +173,7 @@ async def test_verls_pool_goes_on_when_an_engine_dies(
 def test_a_canary_verifies_workers_without_our_engine_methods(
     base_model: Path, policies: list[Policy], tmp_path: Path
 ) -> None:
-    with rollway.up(light(base_model, "canary", LIGHT_NO_ENGINE_METHODS="1")) as stack:
+    with rollway.up(light(base_model, "canary", LIGHT_FOREIGN="1")) as stack:
         report = stack.refit(1, policies[1].path)
         assert [w.proof for w in report.workers] == ["canary", "canary"]
         # Weights equal to the served ones look like an update that did nothing.
@@ -225,7 +225,7 @@ def test_a_restarted_worker_that_nobody_watches_gets_no_plain_request(
 ) -> None:
     """It has the base weights, and a plain client requires no version."""
     spec = tmp_path / "stack.yaml"
-    spec.write_text(json.dumps(light(base_model, "alone", replicas, LIGHT_ORDERS="1")))
+    spec.write_text(json.dumps(light(base_model, "alone", replicas)))
     started = cli("up", str(spec), "--json")
     assert started.returncode == 0, started.stderr
     frontend = read_state("alone").frontend
@@ -358,7 +358,7 @@ async def test_a_paused_fleet_is_named_to_all_who_wait_or_look(base_model: Path,
     async def command(*words: str) -> str:
         return (await asyncio.to_thread(cli, *words)).stdout
 
-    async with rollway.aio.up(light(base_model, "paused", LIGHT_ORDERS="1")) as stack:
+    async with rollway.aio.up(light(base_model, "paused")) as stack:
         rollouts, teacher = stack.rollouts(patience=2.0), stack.teacher(patience=2.0)
 
         async def stream() -> None:
@@ -386,7 +386,7 @@ async def test_a_paused_fleet_is_named_to_all_who_wait_or_look(base_model: Path,
 async def test_a_version_that_is_over_and_a_dead_worker_are_named_as_the_cause(
     base_model: Path, policies: list[Policy]
 ) -> None:
-    spec = light(base_model, "causes", LIGHT_ORDERS="1", LIGHT_STEP_SECONDS="0.02")
+    spec = light(base_model, "causes", LIGHT_STEP_SECONDS="0.02")
     async with rollway.aio.up(spec) as stack:
         for version in (1, 2):
             await stack.refit(version, policies[version].path)

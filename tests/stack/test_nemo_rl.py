@@ -25,7 +25,7 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module")
 def generation(base_model: Path) -> Iterator[Generation]:
-    spec = light(base_model, "nemo", LIGHT_ORDERS="1", LIGHT_STEP_SECONDS="0.005")
+    spec = light(base_model, "nemo", LIGHT_STEP_SECONDS="0.005")
     opened = Generation(None, make_config(spec["models"][0]["name"], stack=spec))
     yield opened
     opened.shutdown()

@@ -21,7 +21,7 @@ from chaos.faults import Joiner
 from chaos.target import Target
 from rollway.api import make_spec
 from rollway.errors import RefitError, RollwayError, UsageError
-from rollway.fleet.discovery import RlListing, Worker, discover
+from rollway.fleet.workers import RlListing, Worker, discover
 from rollway.http import Http
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.synchronizer import Synchronizer
@@ -31,7 +31,7 @@ from tests.light.spec import light
 from tests.stack.nemo_rl import make_config
 from tests.stack.nemo_rl_runs import (
     BOUND,
-    ORDERS,
+    FOREIGN,
     check_samples,
     expect_failure,
     make_synchronizer,
@@ -88,7 +88,7 @@ def test_after_a_driver_killed_in_a_refit_the_next_one_refits_all(
 ) -> None:
     """The stack is not the driver's (`frontend_url`). Its workers take single calls, so that the
     driver's death leaves them paused between two of them."""
-    spec = light(base_model, "foreign")
+    spec = light(base_model, "foreign", **FOREIGN)
     with opened(spec) as owner:
         where = {"frontend_url": owner.frontend_url.removesuffix("/v1")}
         where["rl_url"] = owner.connection.stack.rl_url
@@ -121,11 +121,11 @@ def check_none_old(generation: Generation, old: Policy, step: str) -> None:
 @pytest.mark.parametrize(
     ("step", "env"),
     [
-        pytest.param("update", ORDERS, id="update-orders"),
-        pytest.param("preflight", {}, id="preflight-calls"),
+        pytest.param("update", {}, id="update-managed"),
+        pytest.param("preflight", FOREIGN, id="preflight-foreign"),
         # Half a minute each, most of it deadlines that pass.
-        pytest.param("preflight", ORDERS, id="preflight-orders", marks=pytest.mark.soak),
-        pytest.param("update", {}, id="update-calls", marks=pytest.mark.soak),
+        pytest.param("preflight", {}, id="preflight-managed", marks=pytest.mark.soak),
+        pytest.param("update", FOREIGN, id="update-foreign", marks=pytest.mark.soak),
     ],
 )
 def test_a_worker_that_hangs_in_a_load_is_named_and_serves_nothing_old(
@@ -168,7 +168,7 @@ def test_a_fleet_that_never_stops_changing_is_an_error(
     base_model: Path, policies: list[Policy], footprint: Footprint
 ) -> None:
     """Whenever a worker is updated, another one joins."""
-    spec = light(base_model, "restless", replicas=1, **ORDERS)
+    spec = light(base_model, "restless", replicas=1)
     with opened(spec) as generation:
         target = Target(make_spec(spec))
         target.open()
@@ -212,7 +212,7 @@ def test_a_fleet_that_never_stops_changing_is_an_error(
 def test_a_refit_survives_a_frontend_that_restarts_or_says_so(
     base_model: Path, policies: list[Policy], footprint: Footprint, moment: str
 ) -> None:
-    with opened(light(base_model, "front", **ORDERS)) as generation:
+    with opened(light(base_model, "front")) as generation:
         synchronizer = make_synchronizer(generation, policies[1])
 
         def kill(_: Worker | None = None) -> None:
@@ -246,7 +246,7 @@ CATALOG = """
 def test_a_killed_catalog_is_named_and_the_workers_go_on(
     base_model: Path, policies: list[Policy], footprint: Footprint, moment: str
 ) -> None:
-    with opened(light(base_model, "listed", **ORDERS)) as generation:
+    with opened(light(base_model, "listed")) as generation:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -314,7 +314,7 @@ print(json.dumps({
 def test_a_copy_in_another_process_generates_and_flushes_and_refits_nothing(
     base_model: Path, policies: list[Policy], footprint: Footprint
 ) -> None:
-    with opened(light(base_model, "copied", **ORDERS)) as generation:
+    with opened(light(base_model, "copied")) as generation:
         synchronizer = make_synchronizer(generation, policies[1])
         generation.weight_synchronizer = synchronizer
         synchronizer.sync_weights()

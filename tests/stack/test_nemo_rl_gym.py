@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 import rollway
-from rollway.fleet.discovery import RlListing
+from rollway.fleet.workers import RlListing
 from rollway.integrations.nemo_rl.connection import Address
 from rollway.integrations.nemo_rl.gym import GymServer
 from rollway.processes import ProcessId
@@ -39,7 +39,7 @@ SOURCE = os.environ.get("ROLLWAY_NEMO_RL_SRC", "")
 KEY = {"authorization": "Bearer dummy_key"}
 DRIVER = """
     import json, sys
-    from rollway.fleet.discovery import RlListing
+    from rollway.fleet.workers import RlListing
     from rollway.integrations.nemo_rl.connection import Address
     from rollway.integrations.nemo_rl.gym import GymServer
     frontend, rl, secret, model = sys.argv[1:]

@@ -12,7 +12,6 @@ from tests.conftest import Footprint
 from tests.light.spec import light
 from tests.modelexpress_server import ModelExpressServer
 from tests.stack.nemo_rl_runs import (
-    ORDERS,
     check_samples,
     expect_failure,
     make_synchronizer,
@@ -34,7 +33,7 @@ def test_a_server_records_the_versions_of_a_run(
     sync = yaml.safe_load(RECIPE.read_text())["cluster"]["weight_sync"]
     with (
         ModelExpressServer() as server,
-        opened(light(base_model, "recorded", **ORDERS)) as generation,
+        opened(light(base_model, "recorded")) as generation,
     ):
         sync["mx_config"]["mx_server_url"] = server.address
         synchronizer = make_synchronizer(generation, policies[1], shards=shards, **sync)

@@ -26,7 +26,7 @@ Answer = tuple[list[int], dict[str, Any]]
 
 @contextmanager
 def fleet(base_model: Path, output_dir: Path, processes: int, each: int) -> Iterator[rollway.Stack]:
-    spec = light(base_model, "prime", processes, LIGHT_ORDERS="1", LIGHT_STEP_SECONDS="0.01")
+    spec = light(base_model, "prime", processes, LIGHT_STEP_SECONDS="0.01")
     spec["models"][0]["args"] = {"count": each}
     with rollway.up({**spec, "checkpoint_roots": [str(output_dir)]}) as stack:
         yield stack
@@ -110,7 +110,7 @@ def test_workers_come_and_go_during_updates(
         steps = Steps(server, policies)
         with sampling(server) as answers:
             steps.update()
-            joiner = {**light(base_model, "more", 2, LIGHT_ORDERS="1"), **stack.join_spec}
+            joiner = {**light(base_model, "more", 2), **stack.join_spec}
             with ThreadPoolExecutor(1) as pool, rollway.up(joiner):
                 running = pool.submit(steps.update)  # they may have joined before it or during it
                 running.result(120)

@@ -41,7 +41,7 @@ def in_module_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def stack(home: Path, base_model: Path) -> Iterator[rollway.Stack]:
     # All workers in one process: eight imports of torch would take most of the time.
-    spec = light(base_model, "groups", LIGHT_ORDERS="1")
+    spec = light(base_model, "groups")
     spec["models"][0] |= {"replicas": 1, "args": {"count": WORKERS}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLWAY_HOME", str(home))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.stack
 
 LIGHT = {
     "engine": "custom", "module": "tests.light.worker", "env.PYTHONPATH": str(ROOT),
-    "env.LIGHT_ORDERS": "1", "args": "{}",
+    "args": "{}",
 }  # fmt: skip
 
 

@@ -13,12 +13,12 @@ import torch
 
 import rollway
 from rollway.errors import UsageError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import Offered, stage
+from rollway.fleet.workers import Worker
 from rollway.stack.state import StackDir
 from rollway.weights.megatron.geometry import Topology
 from rollway.weights.transports.collective import CollectivePublisher
-from rollway.weights.transports.delta import DeltaPublisher, SharedMemory, Store
+from rollway.weights.transports.delta import DeltaPublisher
 from rollway.weights.transports.files import FilesPublisher
 from rollway.weights.transports.nixl import NixlPublisher
 from rollway.weights.transports.shm import ShmPublisher, join_offers
@@ -57,23 +57,14 @@ def test_files(
         assert_serves(vllm_stack, policy, version)
 
 
-@pytest.mark.parametrize("carrier", ["directory", "shared memory"])
 def test_deltas(
-    vllm_stack: rollway.Stack,
-    policies: list[Policy],
-    tmp_path: Path,
-    carrier: str,
-    versions: Iterator[int],
+    vllm_stack: rollway.Stack, policies: list[Policy], tmp_path: Path, versions: Iterator[int]
 ) -> None:
-    with ExitStack() as cleanup:
-        store = Store(tmp_path / "deltas")
-        if carrier == "shared memory":
-            store = cleanup.enter_context(SharedMemory())
-        publisher = DeltaPublisher(store, snapshot_every=3)
-        for policy in (policies[1], policies[2], policies[0], policies[1]):
-            version = next(versions)
-            vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
-            assert_serves(vllm_stack, policy, version)
+    publisher = DeltaPublisher(tmp_path / "deltas", snapshot_every=3)
+    for policy in (policies[1], policies[2], policies[0], policies[1]):
+        version = next(versions)
+        vllm_stack.refit(version, publisher.publish(version, tensors(policy).items()))
+        assert_serves(vllm_stack, policy, version)
 
 
 def test_parameters_that_were_adopted_are_not_copied_to_publish(
@@ -149,7 +140,7 @@ def test_weights_that_change_after_they_were_published_are_refused(
     served = vllm_stack.fleet.read_versions()
     version = next(versions)
     offer = shm.publish(version, tensors(policies[1]).items())
-    slot = Path("/dev/shm") / offer.where["slot"]
+    slot = Path("/dev/shm") / offer.where["ranks"][0]["slot"]
     with slot.open("r+b") as file:
         file.seek(1000)
         byte = file.read(1)

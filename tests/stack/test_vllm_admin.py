@@ -23,17 +23,15 @@ import rollway
 from rollway import processes
 from rollway.errors import AdminError
 from rollway.fleet.admin import IN_DOUBT, NoSuchMethod
-from rollway.fleet.discovery import Worker
 from rollway.fleet.vllm_admin import VllmAdmin
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.client import Rollout
 from rollway.rollout.sampling import Sampling
-from rollway.signed_calls import SECRET, sign
 from rollway.spec import AdminTimeouts
 from rollway.stack.preset import UNIPROCESS
-from rollway.weights.checkpoint import check_checkpoint
 from tests.stack import brake
-from tests.stack.policies import Policy, write_adapter
+from tests.stack.policies import Policy
 from tests.stack.serving import fresh_prompt
 from tests.stack.stacks import VLLM_ARGS
 from tests.waiting import has_become, stays_async, wait_until_async
@@ -47,21 +45,16 @@ _versions = itertools.count(1)
 
 # What a user's own engine code could look like.
 EXTENSION = """
-from rollway.engine.worker import WorkerExtension, load_checkpoint
-
-class Probe(WorkerExtension):
+class Probe:
     def probe_receive(self, weights, tag):
         assert tag == {"step": 4}
-        load_checkpoint(self, weights)
+        self.reload_weights(weights_path=weights)
 
     def probe_buggy(self):
         return None.missing
 """
-WORD = "the secret of this server"
 SERVER_ENV = {
-    SECRET: WORD,
     "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -74,7 +67,6 @@ SERVER_ARGS = {
     "served-model-name": "tiny",
     "block-size": 32,
     "distributed-executor-backend": UNIPROCESS,
-    "max-lora-rank": 8,
     "worker-extension-cls": "probe_extension.Probe",
 }
 
@@ -87,7 +79,7 @@ def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(base_model), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--enforce-eager", "--enable-lora"]
+    command += ["--enforce-eager"]
     options = {**SERVER_ARGS, **brake.ARGS}
     command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     run_id = f"vllm-admin-{os.getpid()}-{port}"
@@ -199,48 +191,29 @@ async def has_tokens(completion: Completion, task: asyncio.Task[Completion], cou
     await wait_until_async(enough, every=0.02)
 
 
-def check_order(path: Path) -> dict[str, Any]:
-    return sign(WORD, "rollway_check", "", {"path": str(path), "allow_cast": False})
-
-
-async def list_models(http: Http, server: Worker) -> list[str]:
-    answer = await http.get(f"{server.admin_url}/v1/models", timeout=10.0)
-    return [str(entry["id"]) for entry in answer["data"]]
-
-
-async def switch(
-    admin: VllmAdmin, server: Worker, policy: Policy, method: str | None = None
-) -> int:
+async def switch(admin: VllmAdmin, server: Worker, policy: Policy) -> int:
     version = next(_versions)
     await admin.pause(server)
-    if method is None:
-        await admin.update_from_disk(server, policy.path, version)
-    else:
-        identity = check_checkpoint(policy.path).identity
-        arguments = {"path": str(policy.path), "identity": identity, "version": version}
-        order = sign(WORD, method, "", arguments)
-        await admin.update_distributed(server, version, method, {"order": order})
+    await admin.update_from_disk(server, policy.path, version)
     await admin.resume(server)
     return version
 
 
 async def test_a_fresh_server_declares_nothing(admin: VllmAdmin, server: Worker) -> None:
-    assert await admin.health(server)
-    assert await admin.weight_version(server) is None
+    assert (await admin.read(server)).label is None
     for version in (2**63, IN_DOUBT, 0, None):
         await admin.declare_version(server, version)
-        assert await admin.weight_version(server) == version
+        assert (await admin.read(server)).label == version
     await admin.set_taints(server, ["rollway-v1"])
 
 
-@pytest.mark.parametrize("method", [None, "rollway_load"])
 async def test_an_update_serves_the_new_weights_and_no_old_block(
-    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy], method: str | None
+    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
 ) -> None:
     prompt = fresh_prompt()
     for policy in (policies[1], policies[2], policies[0]):
-        version = await switch(admin, server, policy, method)
-        assert await admin.weight_version(server) == version
+        version = await switch(admin, server, policy)
+        assert (await admin.read(server)).label == version
         # Twice: the second is answered from the cache of the first.
         for _ in range(2):
             done = await complete(http, server, Completion(prompt), 16)
@@ -254,24 +227,19 @@ async def test_an_engine_method_receives_weights(
     arguments = {"weights": str(policies[1].path), "tag": {"step": 4}}
     await admin.update_distributed(server, 900, "probe_receive", arguments)
     await admin.resume(server)
-    assert await admin.weight_version(server) == 900
+    assert (await admin.read(server)).label == 900
     done = await complete(http, server, Completion(fresh_prompt()))
     assert done.distance(policies[1]) <= TOLERANCE
 
 
 async def test_a_failed_call_has_a_reason_and_changes_nothing(
-    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy], tmp_path: Path
+    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy]
 ) -> None:
     version = await switch(admin, server, policies[0])
     with pytest.raises(AdminError, match="must be paused before its weights are updated"):
         await admin.update_from_disk(server, policies[1].path, 901)
     with pytest.raises(AdminError, match="must be paused before its weights are updated"):
         await admin.update_distributed(server, 901, "probe_receive", {})
-    await admin.call(server, "rollway_check", {"order": check_order(policies[1].path)})
-    with pytest.raises(
-        AdminError, match=r"refused `rollway_check`: .* lacks weight files.*write it again\.$"
-    ):
-        await admin.call(server, "rollway_check", {"order": check_order(tmp_path)})
     with pytest.raises(NoSuchMethod, match="no engine method `nothing_of_the_kind`"):
         await admin.call(server, "nothing_of_the_kind", {})
     with pytest.raises(AdminError, match="has no attribute 'missing'") as failure:
@@ -281,7 +249,7 @@ async def test_a_failed_call_has_a_reason_and_changes_nothing(
     with pytest.raises(NoSuchMethod):
         await admin.update_distributed(server, 901, "nothing_of_the_kind", {})
     await admin.resume(server)
-    assert await admin.weight_version(server) == version
+    assert (await admin.read(server)).label == version
     done = await complete(http, server, Completion(fresh_prompt()))
     assert done.distance(policies[0]) <= TOLERANCE
 
@@ -318,7 +286,7 @@ async def test_wait_finishes_requests_and_allows_no_update_between_their_tokens(
     await task
     assert running.finish == "length"
     assert running.distance(policies[0]) <= TOLERANCE
-    assert await admin.weight_version(server) == version
+    assert (await admin.read(server)).label == version
 
 
 async def test_keep_freezes_requests_and_continues_them_with_the_new_weights(
@@ -356,7 +324,7 @@ async def test_an_update_is_refused_while_frozen_requests_hold_old_blocks(
     with pytest.raises(AdminError, match="requests hold blocks"):
         await admin.update_from_disk(server, policies[1].path, 903)
     assert not task.done()
-    assert await admin.weight_version(server) == version
+    assert (await admin.read(server)).label == version
     await admin.pause(server, "abort")
     await task
     assert running.distance(policies[0]) <= TOLERANCE
@@ -373,45 +341,22 @@ async def test_a_flush_is_refused_while_a_request_holds_blocks(
     await admin.flush_cache(server)
 
 
-async def test_an_adapter_is_loaded_replaced_in_place_and_unloaded(
-    admin: VllmAdmin, server: Worker, http: Http, policies: list[Policy], tmp_path: Path
-) -> None:
-    await switch(admin, server, policies[0])
-    prompt = fresh_prompt()
-    for seed in (1, 2):  # the second at the same path and under the same name
-        adapted = write_adapter(tmp_path / "adapter", policies[0], seed)
-        await admin.load_lora(server, "style", tmp_path / "adapter")
-        done = await complete(http, server, Completion(prompt), 16, model="style")
-        assert done.distance(adapted) <= TOLERANCE
-        assert done.distance(policies[0]) > 0.01
-    assert await list_models(http, server) == ["tiny", "style"]
-    base = await complete(http, server, Completion(prompt), 16)
-    assert base.distance(policies[0]) <= TOLERANCE
-
-    running, task = await under_way(http, server, 80, model="style")
-    await admin.load_lora(server, "style", tmp_path / "adapter")  # also while it is in use
-    await task
-    assert running.distance(adapted) <= TOLERANCE
-
-    await admin.unload_lora(server, "style")
-    assert await list_models(http, server) == ["tiny"]
-    with pytest.raises(AdminError, match="adapter 'style' cannot be found"):
-        await admin.unload_lora(server, "style")
-    with pytest.raises(AdminError, match="No adapter found"):
-        await admin.load_lora(server, "style", tmp_path / "nowhere")
+async def test_orders_are_refused(admin: VllmAdmin, server: Worker) -> None:
+    for order in (admin.stage(server, {"seconds": 1.0}), admin.wake(server), admin.memory(server)):
+        with pytest.raises(NoSuchMethod, match="takes no orders of Rollway"):
+            await order
 
 
 async def test_attach_refit_and_sample_on_a_plain_server(
     server: Worker, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a router there are no taints: a stamp rests on what the server says of itself."""
-    monkeypatch.setenv(SECRET, WORD)
     async with rollway.attach(server.admin_url, watch=False) as stack:
         rollouts, sampling = stack.rollouts(), Sampling(max_tokens=16, ignore_eos=True)
         for number in (1, 2):
             version = 5000 + number
             report = await stack.refit(version, policies[number].path)
-            assert [worker.proof for worker in report.workers] == ["parameters"]
+            assert [worker.proof for worker in report.workers] == ["canary"]
             prompt = fresh_prompt()
             for rollout in await rollouts.generate(prompt, sampling, n=2):
                 assert rollout.weight_version == version

@@ -20,8 +20,8 @@ import rollway
 from rollway import processes, stack_handle, sync
 from rollway.api import Opening, _find_addresses
 from rollway.errors import UsageError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet as AsyncFleet
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.publishing import find_addresses
 from rollway.rollout.client import Rollouts as AsyncRollouts
@@ -190,8 +190,8 @@ def test_auto_chooses_shared_memory_for_workers_of_this_machine(stack: rollway.S
     with stack.publisher() as weights:
         offer = weights.publish(1, tensors())
         assert (offer.transport, offer.version) == ("shm", 1)
-        assert Path("/dev/shm", offer.where["slot"]).exists()
-    assert not Path("/dev/shm", offer.where["slot"]).exists()
+        assert Path("/dev/shm", offer.where["ranks"][0]["slot"]).exists()
+    assert not Path("/dev/shm", offer.where["ranks"][0]["slot"]).exists()
 
 
 async def test_a_publisher_for_async_code(async_stack: AsyncStack) -> None:

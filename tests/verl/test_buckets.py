@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollway.engine.verl_buckets import VerlBucketsReceiver
+from rollway.engine.foreign_senders import VerlBucketsReceiver
 from rollway.weights.offer import Offer
 from tests.verl.training import environment, verl_python
 
@@ -45,7 +45,7 @@ def test_verls_sender_and_our_receiver_agree(tmp_path: Path) -> None:
     socket = f"/tmp/rl-colocate-zmq-{tmp_path.name}-rollway-rank-0.sock"
     where = {"sockets": [socket], "checkpoint": str(tmp_path), "seconds": 60.0}
     offer = Offer("verl_buckets", 1, "i" * 16, 1, where, repeatable=False)
-    received = {n: t.clone() for n, t in VerlBucketsReceiver(lambda: 0).tensors(offer)}
+    received = {n: t.clone() for n, t in VerlBucketsReceiver().tensors(offer)}
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert received.keys() == sent.keys()

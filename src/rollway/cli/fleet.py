@@ -14,8 +14,8 @@ from rollway.cli.arguments import Command, Parser, add_flag, add_name, make_grou
 from rollway.cli.output import print_json, print_progress, print_result, print_table
 from rollway.errors import RefitError, RollwayError, UsageError
 from rollway.fleet.admin import version_left
-from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport, SleepReport, WorkerSleep
+from rollway.fleet.workers import Worker
 from rollway.spec import AdminTimeouts
 from rollway.stack.ray import launcher
 from rollway.sync import Fleet

@@ -1,6 +1,6 @@
 """Receive LoRA adapters, and verify that vLLM uses them.
 
-    rollway_adapter ─► check names, shapes, config ─► background: read ─► verify ─► write files
+    rollway_adapter ─► check names, shapes, config ─► background: read and verify ─► write files
     rollway_adapter_ready ─► running, failed or ready
     (the caller makes the engine load that directory, under the version's own name)
     rollway_adapter_loaded ─► compare the layers' slots with what was published
@@ -17,19 +17,19 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollway.engine.background import BackgroundTask
-from rollway.engine.incoming import get_reader
+from rollway.engine.incoming import BackgroundTask, get_reader
 from rollway.weights.adapter import Adapter, create_adapter_home, detach_adapter, directory_of
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.checksums import digest
 from rollway.weights.leftovers import Guard
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Reader
@@ -43,18 +43,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Arrival:
     """A version of an adapter in this worker."""
 
-    offer: Offer
-    adapter: Adapter
+    config: Mapping[str, Any]
     directory: Path
-    task: BackgroundTask | None = None
-    digests: dict[str, str] = field(default_factory=dict)
-    """The digests of the received tensors; the files that the engine loads must have them."""
-    discarded: bool = False
-
-    @property
-    def identity(self) -> tuple[str, Path]:
-        """Equal for equal weights in the same directory."""
-        return self.offer.identity, self.directory
+    """Another one for other weights or another config."""
+    task: BackgroundTask
+    discarded: threading.Event
 
 
 class Adapters:
@@ -65,25 +58,24 @@ class Adapters:
         self._served = served
         self._arrivals: dict[str, Arrival] = {}
         self._readers: dict[str, dict[str, Reader]] = {}
-        self._ending: dict[Path, BackgroundTask] = {}
+        self._last: list[BackgroundTask] = []
+        """The last one that began, if any."""
         self._guard: Guard | None = None
 
     def receive(self, signed: Offer, tell: str) -> None:
         """Start receiving an adapter; raise if it does not fit the served model."""
         offer, adapter = detach_adapter(signed)
-        arrival = Arrival(offer, adapter, directory_of(offer, adapter))
+        directory = directory_of(offer, adapter)
         earlier = self._arrivals.get(adapter.served)
-        if earlier is not None and earlier.task is not None and not earlier.task.has_failed:
-            if earlier.identity != arrival.identity:
-                raise RuntimeError(
-                    f"{adapter.served} already names other weights; use the next version"
-                )
-            earlier.task.notify_when_done(tell)
-            return
-        ending = self._ending.pop(arrival.directory, None)
-        if ending is not None and not ending.is_done:
-            self._ending[arrival.directory] = ending
-            raise RuntimeError(f"an earlier {adapter.served} has not ended yet; try again later")
+        if earlier is None or earlier.task.has_failed:
+            earlier = self._arrivals[adapter.served] = self._start(offer, adapter, directory)
+        elif earlier.directory != directory:
+            raise RuntimeError(
+                f"{adapter.served} already names other weights; use the next version"
+            )
+        earlier.task.notify_when_done(tell)
+
+    def _start(self, offer: Offer, adapter: Adapter, directory: Path) -> Arrival:
         # A delta is applied to the last version of that name, which its reader keeps.
         readers = self._readers.setdefault(adapter.served.rpartition("@")[0], {})
         reader = get_reader(offer, readers)
@@ -92,45 +84,41 @@ class Adapters:
         layers.check_headers(reader.headers(offer), int(adapter.config["r"]))
         if self._guard is None:
             self._guard = Guard(create_adapter_home(adapter.place))
+        before, discarded = self._last, threading.Event()
 
         def receive() -> None:
+            # One after the other: one that was discarded may still read, and remove its directory.
+            wait(before)
             tensors = {name: tensor.clone() for name, tensor in reader.tensors(offer)}
-            arrival.digests = {name: digest(tensor) for name, tensor in tensors.items()}
-            _write(arrival.directory, tensors, adapter.config)
-            if arrival.discarded:
-                shutil.rmtree(arrival.directory, ignore_errors=True)
+            _write(directory, tensors, adapter.config)
+            if discarded.is_set():
+                shutil.rmtree(directory, ignore_errors=True)
 
-        arrival.task = BackgroundTask(adapter.served, receive)
-        arrival.task.notify_when_done(tell)
-        self._arrivals[adapter.served] = arrival
+        task = BackgroundTask(adapter.served, receive)
+        self._last = [task]
+        return Arrival(adapter.config, directory, task, discarded)
 
     def check_ready(self, served: str) -> None:
         """Raise while an adapter is being received, and its error if that failed."""
-        task = self._get_arrival(served).task
-        assert task is not None
-        task.check()
+        self._get_arrival(served).task.check()
 
     def check_loaded(self, served: str, number: int | None) -> None:
         """Raise unless the engine uses the adapter; `number` is the engine's id of it."""
         self.check_ready(served)
         arrival = self._get_arrival(served)
-        tensors = load_file(arrival.directory / WEIGHTS)
-        if {name: digest(tensor) for name, tensor in tensors.items()} != arrival.digests:
-            raise RuntimeError(f"another program changed {arrival.directory}")
         layers = Layers(self._worker, self._served)
+        pairs = layers.make_pairs(load_file(arrival.directory / WEIGHTS), arrival.config)
         if number is not None:
             layers.activate(served, number, arrival.directory)
-        if not layers.hold(layers.make_pairs(tensors, arrival.adapter.config), number):
+        if not layers.hold(pairs, number):
             raise RuntimeError(f"the engine does not hold the weights published as {served}")
 
     def discard(self, served: str) -> None:
         """Remove an adapter. If it is still being received, its task removes what it writes."""
         arrival = self._arrivals.pop(served, None)
-        if arrival is None or arrival.task is None:
-            return
-        arrival.discarded = True
-        self._ending[arrival.directory] = arrival.task
-        shutil.rmtree(arrival.directory, ignore_errors=True)
+        if arrival is not None:
+            arrival.discarded.set()
+            shutil.rmtree(arrival.directory, ignore_errors=True)
 
     def _get_arrival(self, served: str) -> Arrival:
         if served not in self._arrivals:
@@ -239,7 +227,7 @@ class Layers:
         if not _is_linear(layer) or len(layer.lora_a_stacked) != slices:
             raise RuntimeError(
                 f"{name} belongs to a {type(layer).__name__}, whose adapters cannot be verified; "
-                "load it from files (AdminAPI.load_lora)"
+                "load it from files (fleet.admin.load_lora)"
             )
         return layer, index
 
@@ -286,13 +274,11 @@ def _holds(layer: Any, slot: int, parts: Mapping[int, Pair]) -> bool:
 
 
 def _same(buffer: torch.Tensor, tensor: torch.Tensor | None) -> bool:
-    if tensor is None:
-        return not bool(buffer.any())
-    rows, columns = tensor.shape
-    corner = buffer[:rows, :columns]
-    if corner.shape != tensor.shape or not torch.equal(corner.to(tensor.device), tensor):
-        return False
-    return not bool(buffer[rows:].any()) and not bool(buffer[:, columns:].any())
+    expected = torch.zeros_like(buffer)
+    if tensor is not None:
+        rows, columns = tensor.shape
+        expected[:rows, :columns] = tensor
+    return bool(torch.equal(buffer, expected))
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], config: Mapping[str, Any]) -> None:

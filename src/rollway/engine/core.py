@@ -19,7 +19,7 @@ may wait anywhere in front of it while the weights change.
 There are two ways into the engine's process. With one rank the model runs there, and vLLM imports
 this module with the worker's extension. Several ranks have processes of their own; then vLLM loads
 it as a plugin (`vllm.general_plugins`, which an installed Rollway declares). Where neither happens,
-for example because `VLLM_PLUGINS` leaves it out, workers are refitted by single calls.
+for example because `VLLM_PLUGINS` leaves it out, the fleet takes the worker for a foreign one.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ def install() -> bool:
             # says so. Of a refusal here Dynamo would make an error 500 without a cause.
             request.sampling_params.prompt_logprobs = None
         if is_admitted(engine, request) and not is_fatal(engine, request):
+            if getattr(engine, _LABEL_FIELD, None) is not None:
+                setattr(request, transferred.VERSION_FIELD, read_version(request.cache_salt))
             add_request(engine, request, request_wave)
         else:
             transferred.refuse(engine, request, add_request)
@@ -173,10 +175,13 @@ def read_all_ranks(collective_rpc: Callable[..., list[Any]]) -> Callable[..., li
 
 
 def is_admitted(engine: Any, request: Any) -> bool:
-    """Return whether the request names no version, or the one that the engine serves. An engine
-    without a label admits all: nobody has declared what it serves."""
+    """Return whether the request names no version, or the one that the engine serves, and KV of
+    another worker is of that version too. An engine without a label admits all: nobody has declared
+    what it serves, and its answers are not stamped."""
     label, version = getattr(engine, _LABEL_FIELD, None), read_version(request.cache_salt)
-    return label is None or version is None or version == label
+    if label is None or version is None:
+        return True
+    return version == label and transferred.is_computed_for(request, version)
 
 
 class Refit:
@@ -199,14 +204,17 @@ class Refit:
         self._identity, self._mode = identity, mode
         self._version, self._leaving, self._release = version, leaving, release
         self._before = getattr(engine, _LABEL_FIELD, None)
+        self._was_paused = engine.is_scheduler_paused()
+        """Whether somebody paused the engine, or a refit left it in doubt: it stays paused then
+        unless this refit succeeds."""
         self._began = time.monotonic()
         self._result: Future[list[Any]] = Future()
 
     def start(self) -> Future[list[Any]]:
         """Stop the engine and swap as soon as it is idle. The result says `refused` if nothing was
         changed and the engine serves as before; an error means that its weights are unknown."""
-        if self._engine.model_executor.is_sleeping:
-            return self._refuse("the engine sleeps")
+        if "weights" in self._engine.model_executor.sleeping_tags:
+            return self._refuse("its weights sleep")
         for staging in self._call("rollway_staging"):
             if staging["state"] != "ready":
                 reason = staging.get("error") or f"the weights are {staging['state']}"
@@ -254,7 +262,8 @@ class Refit:
             setattr(self._engine, _LABEL_FIELD, self._version)
             if self._mode != "keep":
                 self._abort_others()
-            self._resume()
+            if not self._engine.model_executor.is_sleeping:  # it resumes when its KV cache is back
+                self._resume()
         except BaseException as error:  # noqa: BLE001 (the caller gets it)
             self._result.set_exception(error)
             return
@@ -275,7 +284,8 @@ class Refit:
 
     def _restore(self, error: BaseException) -> Future[list[Any]]:
         """Continue with the old weights: none was changed."""
-        self._resume()
+        if not self._was_paused:
+            self._resume()
         return self._refuse(f"the engine could not be paused: {error}")
 
     def _resume(self) -> None:

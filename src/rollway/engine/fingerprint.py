@@ -8,6 +8,7 @@ readable weights, so its fingerprint is computed after vLLM loaded it and before
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,6 @@ from rollway.weights.digest.checksums import (
     raw_bytes,
     split_words,
     word_sum,
-    word_sums,
 )
 
 _LINEAR, _SQUARE = -7046029254386353131, -4658895280553007687  # odd 64-bit constants of splitmix
@@ -38,72 +38,43 @@ _ADAPTED = (".base_layer.", ".")
 _EXPERTS = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
-Started = int | list[torch.Tensor]
-"""A fingerprint, or the sums on a device from which `finish_fingerprints` computes it."""
-
-
 def fingerprint(tensor: torch.Tensor, *, words: bool = False) -> int:
     """Return 64 bits that depend on a tensor's elements, or on its words of eight bytes, but not on
     their order or on zeros.
 
     Words are only summed, which is as fast as memory allows. Elements have few bits and many equal
     values, so different tensors may have equal sums; their squares count too."""
-    return finish_fingerprints([start_fingerprint(tensor, words=words)])[0]
+    return read_fingerprints([start_fingerprint(tensor, words=words)])[0]
 
 
-def start_fingerprint(tensor: torch.Tensor, *, words: bool) -> Started:
+def start_fingerprint(tensor: torch.Tensor, *, words: bool) -> torch.Tensor:
     """Start a fingerprint on the device's current stream, without waiting for it."""
-    if tensor.device.type != "cpu":
-        return sum_on_device(tensor, words=words)
-    if words:
-        return _to_signed(word_sum(tensor))
-    return _combine([int(total) for total in _sum_elements(tensor, _CHUNK)])
+    if not words:
+        return _sum_elements(tensor)
+    if tensor.device.type == "cpu":
+        return torch.tensor(_to_signed(word_sum(tensor)))
+    return split_words(raw_bytes(tensor))[0].sum()  # no bytes remain: rows are whole words
 
 
-def start_fingerprints(tensors: Sequence[tuple[torch.Tensor, bool]]) -> list[Started]:
-    """Start the fingerprints of tensors, each with whether its words are summed. In CPU memory, as
-    many threads sum words as this thread may use."""
-    together = [
-        number for number, (t, words) in enumerate(tensors) if words and t.device.type == "cpu"
-    ]
-    sums = word_sums([tensors[number][0] for number in together], torch.get_num_threads())
-    started: dict[int, Started] = dict(zip(together, map(_to_signed, sums), strict=True))
-    return [
-        started[number] if number in started else start_fingerprint(tensor, words=words)
-        for number, (tensor, words) in enumerate(tensors)
-    ]
-
-
-def sum_on_device(tensor: torch.Tensor, *, words: bool) -> list[torch.Tensor]:
-    """Start the sums of a fingerprint where the tensor is."""
-    if words:
-        return [split_words(raw_bytes(tensor))[0].sum()]  # no bytes remain: rows are whole words
-    return _sum_elements(tensor, _DEVICE_CHUNK)
-
-
-def _sum_elements(tensor: torch.Tensor, chunk: int) -> list[torch.Tensor]:
-    """Return the sums of all elements and of their squares."""
+def _sum_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum of all elements and of their squares."""
     flat = integers(tensor)
     linear = torch.zeros((), dtype=torch.int64, device=flat.device)
     square = torch.zeros_like(linear)
-    for part in flat.split(chunk):
+    for part in flat.split(_CHUNK if flat.device.type == "cpu" else _DEVICE_CHUNK):
         bits = part.to(torch.int64)
         linear += bits.sum()
         square += (bits * bits).sum()
-    return [linear, square]
+    return linear * _LINEAR + square * _SQUARE
 
 
-def finish_fingerprints(started: Sequence[Started]) -> list[int]:
-    """Wait for fingerprints; all sums of one device come to the host in one transfer."""
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    for item in started:
-        for total in item if isinstance(item, list) else ():
-            sums.setdefault(total.device, []).append(total)
-    values = {device: iter(torch.stack(totals).tolist()) for device, totals in sums.items()}
-    return [
-        item if isinstance(item, int) else _combine([next(values[t.device]) for t in item])
-        for item in started
-    ]
+def read_fingerprints(started: Sequence[torch.Tensor]) -> list[int]:
+    """Wait for fingerprints; all of one device come to the host in one transfer."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for total in started:
+        by_device.setdefault(total.device, []).append(total)
+    values = {device: iter(torch.stack(sums).tolist()) for device, sums in by_device.items()}
+    return [next(values[total.device]) for total in started]
 
 
 def list_non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -121,13 +92,6 @@ def list_non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [name for name in suspects if not floats[name].isfinite().all()]
 
 
-def _combine(sums: list[int]) -> int:
-    """Return the fingerprint of a sum of words, or of the sums of elements and their squares."""
-    if len(sums) == 1:
-        return _to_signed(sums[0])
-    return _to_signed(sums[0] * _LINEAR + sums[1] * _SQUARE)
-
-
 def _fits_words(tensor: torch.Tensor) -> bool:
     """Return whether no word of eight bytes crosses the end of a row."""
     width = tensor.shape[-1] if tensor.dim() else 1
@@ -138,16 +102,14 @@ def _fits_words(tensor: torch.Tensor) -> bool:
 class _Group:
     """The checkpoint's tensors that form one parameter of the engine."""
 
-    fingerprint: int = 0
-    """The sum of all ranks together; with `cut`, the sum of this rank."""
-    cut: bool = False
+    cut: bool
     """Whether this rank received only its parts of the tensors."""
-    words: bool = False
+    words: bool
     """Whether the fingerprint sums words of eight bytes; otherwise it sums elements."""
     parts: list[tuple[str, int]] = field(default_factory=list)
     """The tensors, and how often the ranks together hold each."""
-    held: int | None = None
-    """The fingerprint of the engine's parameter after `measure`; None if it cannot be read."""
+    fingerprint: int = 0
+    """The sum of all ranks together; with `cut`, the sum of this rank."""
 
 
 class Proof:
@@ -171,17 +133,19 @@ class Proof:
         self._parameters = _strip_adapters(list_loaded_parameters(model))
         names = (name for name, _ in model.named_parameters())
         self._full_names = dict(zip(self._parameters, names, strict=True))
-        self._targets: dict[str, str | None] = {}
+        # Kept: vLLM's mapper tries many patterns, and this is asked several times a tensor while
+        # the engine's thread waits for Python's lock.
+        self._find_parameter = functools.cache(self._map_name)
         self._groups: dict[str, _Group] = {}
         self.by_sum: set[str] = set()
         """Tensors that this proof did not read: the model must have their published sums."""
-        self._started: dict[str, Started] = {}
-        """The fingerprints of tensors that have a parameter."""
+        self._started: dict[str, torch.Tensor] = {}
+        """The fingerprints of tensors that have a parameter, until `finish_collecting`."""
+        self._collected: dict[str, int] = {}
+        """The same from then on."""
         self._loaded: dict[str, int] = {}
         """The fingerprints of parameters before they were packed."""
         self._is_complete = False
-        self._wrong: list[str] = []
-        self._device = torch.device("cpu")
 
     def list_unverifiable(self, names: Iterable[str]) -> list[str]:
         """Return the tensors that cannot be verified: they have no parameter, or ranks hold a part
@@ -189,7 +153,7 @@ class Proof:
         return [
             name
             for name in names
-            if (self._get_target(name) is None and not name.endswith(_WITHOUT_PARAMETER))
+            if (self._find_parameter(name) is None and not name.endswith(_WITHOUT_PARAMETER))
             or self._count_copies(name) is None
         ]
 
@@ -202,7 +166,7 @@ class Proof:
         in another one: there the trainer's tensors have the dtype of the checkpoint."""
         served = dict(headers)
         for name, header in headers.items():
-            parameter = self._parameters.get(self._get_target(name) or "")
+            parameter = self._parameters.get(self._find_parameter(name) or "")
             actual = torch.empty(0, dtype=dtype) if parameter is None else parameter
             if header.dtype in _CAST and DTYPES[header.dtype] not in (dtype, actual.dtype):
                 served[name] = replace(header, dtype=dtype_name(actual))
@@ -210,11 +174,8 @@ class Proof:
 
     def list_missing(self, names: Iterable[str]) -> list[str]:
         """Return the parameters for which none of these tensors is."""
-        return self._list_others({self._get_target(name) for name in names})
-
-    def _list_others(self, filled: Container[str | None]) -> list[str]:
-        names = self._parameters
-        return sorted(n for n in names if n not in filled and not n.endswith(_COMPUTED))
+        filled = {self._find_parameter(name) for name in names}
+        return sorted(n for n in self._parameters if n not in filled and not n.endswith(_COMPUTED))
 
     def collect(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
@@ -224,45 +185,21 @@ class Proof:
             self._add(name, tensor)
             yield name, tensor
 
-    def expect(self, headers: Mapping[str, TensorHeader]) -> str:
-        """Expect published sums alone; return a tensor that has no usable one, or ""."""
-        for name, header in headers.items():
-            target = self._get_target(name)
-            if target is not None and name in self._sums:
-                self._add(
-                    name, torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
-                )
-            if target is not None and name not in self.by_sum:
-                return name
-        return ""
-
-    def list_fingerprints(self) -> dict[str, int]:
-        """Return the fingerprints of this rank's parameters after `measure`."""
-        return {n: group.held for n, group in self._groups.items() if group.held is not None}
-
-    def check(self, model: torch.nn.Module, reduced: Reduce = torch.clone) -> None:
-        """Raise unless every parameter holds the collected tensors; `reduced` sums over ranks."""
-        self.measure(model)
-        self.compare(reduced)
-
-    def refuse_missing(self) -> None:
-        """Raise if nothing was collected for some parameters."""
-        missing = self._list_others(self._groups)
-        if missing:
-            raise RuntimeError(
-                f"the checkpoint has nothing for {len(missing)} parameters, for example "
-                f"{', '.join(missing[:3])}"
-            )
-
     def check_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
         """Raise unless copies of the collected tensors have the same fingerprints."""
-        names = [name for name in copies if name in self._started]
-        started = [self._start(name, copies[name]) for name in names]
-        expected = finish_fingerprints([self._started[name] for name in names])
-        actual = finish_fingerprints(started)
-        wrong = [n for n, a, b in zip(names, expected, actual, strict=True) if _to_signed(a) != b]
+        started = {
+            name: start_fingerprint(self._cast(name, tensor), words=self._groups[parameter].words)
+            for name, tensor in copies.items()
+            if (parameter := self._find_parameter(name)) in self._groups
+        }
+        self.finish_collecting()
+        actual = zip(started, read_fingerprints(list(started.values())), strict=True)
+        wrong = [name for name, value in actual if value != self._collected[name]]
         if wrong:
-            raise RuntimeError(f"{wrong[0]} and {len(wrong) - 1} more tensors arrived damaged")
+            raise RuntimeError(
+                f"{wrong[0]} and {len(wrong) - 1} more tensors arrived damaged, or changed while "
+                "they were read: a trainer must not change them before the refit has returned"
+            )
 
     def list_non_finite(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names of tensors that have NaN or infinity in the dtype of their parameter:
@@ -281,58 +218,62 @@ class Proof:
                 words = self._groups[parameter_name].words
                 self._loaded[parameter_name] = fingerprint(parameter, words=words)
 
-    def measure(self, model: torch.nn.Module) -> None:
-        """Compute the fingerprints of this rank's parameters, for `compare`."""
-        self.refuse_missing()
-        self.finish_collecting()
+    def measure(self, model: torch.nn.Module) -> dict[str, int]:
+        """Return the fingerprints of this rank's parameters that can be read."""
         parameters = _strip_adapters(dict(model.named_parameters()))
         held, self._loaded = self._loaded, {}
-        pending = {n: g for n, g in self._groups.items() if n not in held and parameters[n].numel()}
-        started = start_fingerprints([(parameters[n], g.words) for n, g in pending.items()])
-        held |= zip(pending, finish_fingerprints(started), strict=True)
-        self._wrong = []
-        for name, group in self._groups.items():
-            group.held = held.get(name)
-            if group.held is None or (group.cut and group.held != _to_signed(group.fingerprint)):
-                self._wrong.append(name)
-        self._device = next(iter(parameters.values())).device
+        started = {
+            name: start_fingerprint(parameters[name], words=group.words)
+            for name, group in self._groups.items()
+            if name not in held and parameters[name].numel()
+        }
+        held |= zip(started, read_fingerprints(list(started.values())), strict=True)
+        return held
 
     def finish_collecting(self) -> None:
-        """Wait for the tensors' fingerprints, and add them up. `measure` does it too; done before,
-        it is no part of the pause."""
+        """Wait for the tensors' fingerprints, and add them up; raise if some parameter has no
+        tensor. `check` does it too; done before, it is no part of the pause."""
         if self._is_complete:
             return
-        values = finish_fingerprints(list(self._started.values()))
-        finished = dict(zip(self._started, values, strict=True))
+        missing = self.list_missing(name for g in self._groups.values() for name, _ in g.parts)
+        if missing:
+            raise RuntimeError(
+                f"the checkpoint has nothing for {len(missing)} parameters, for example "
+                f"{', '.join(missing[:3])}"
+            )
+        started, self._started = self._started, {}
+        self._collected |= zip(started, read_fingerprints(list(started.values())), strict=True)
         for group in self._groups.values():
-            group.fingerprint = sum(finished[name] * times for name, times in group.parts)
-        self._started.update(finished)
+            total = sum(self._collected[name] * times for name, times in group.parts)
+            group.fingerprint = _to_signed(total)
         self._is_complete = True
 
-    def compare(self, reduced: Reduce = torch.clone) -> None:
-        """Compare the fingerprints; all ranks must call this at the same time."""
+    def check(self, model: torch.nn.Module, reduced: Reduce = torch.clone) -> dict[str, int]:
+        """Raise unless every parameter holds the collected tensors; return the fingerprints of this
+        rank's. `reduced` sums over ranks; all of them must call this at the same time."""
+        self.finish_collecting()
+        held = self.measure(model)
         # Sort by name: ranks may have received their tensors in different orders.
         groups = sorted(self._groups.items())
-        local = [group.held or 0 for _, group in groups]  # one that is None is in `_wrong`
-        total = local
+        total = local = [held.get(name, 0) for name, _ in groups]
         if reduced is not torch.clone:
-            total = reduced(torch.tensor(local, dtype=torch.int64, device=self._device)).tolist()
-        wrong = self._wrong + [
-            name
-            for (name, group), all_ranks in zip(groups, total, strict=True)
+            device = next(model.parameters()).device
+            total = reduced(torch.tensor(local, dtype=torch.int64, device=device)).tolist()
+        wrong = []
+        for (name, group), all_ranks in zip(groups, total, strict=True):
             # A parameter is either whole and equal on all ranks, or divided among them.
-            if not group.cut
-            and name not in self._wrong
-            and _to_signed(group.fingerprint) not in (group.held, all_ranks)
-        ]
+            known = [held.get(name)] if group.cut else [held.get(name), all_ranks]
+            if name not in held or group.fingerprint not in known:
+                wrong.append(name)
         if wrong:
             raise RuntimeError(
                 f"{len(wrong)} of {len(self._groups)} parameters differ from the checkpoint, for "
-                f"example {', '.join(sorted(wrong)[:3])}"
+                f"example {', '.join(wrong[:3])}"
             )
+        return held
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        target = self._get_target(name)
+        target = self._find_parameter(name)
         if target is None:
             return
         self._is_complete = False
@@ -340,7 +281,7 @@ class Proof:
         values = tensor.to(parameter.dtype)
         words = _fits_words(values) and _fits_words(parameter)
         cut = name in self._cuts
-        group = self._groups.setdefault(target, _Group(words=words, cut=cut))
+        group = self._groups.setdefault(target, _Group(cut, words))
         # The first tensor decides for the group. Any tensor can be summed by elements, but not any
         # by words.
         if (group.words and not words) or group.cut != cut:
@@ -350,18 +291,13 @@ class Proof:
         if published is None:
             self._started[name] = start_fingerprint(values, words=group.words)
         else:
-            self._started[name] = _to_signed(published)
+            self._collected[name] = _to_signed(published)
             self.by_sum.add(name)
         group.parts.append((name, 1 if cut else self._count_copies(name) or 1))
 
-    def _start(self, name: str, tensor: torch.Tensor) -> Started:
-        target = self._get_target(name)
-        assert target is not None
-        return start_fingerprint(self._cast(name, tensor), words=self._groups[target].words)
-
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor in the dtype of the parameter into which it is loaded."""
-        parameter = self._parameters.get(self._get_target(name) or "")
+        parameter = self._parameters.get(self._find_parameter(name) or "")
         return tensor if parameter is None else tensor.to(parameter.dtype)
 
     def _is_narrowed(self, name: str, tensor: torch.Tensor) -> bool:
@@ -377,25 +313,17 @@ class Proof:
 
     def target_of(self, name: str) -> str | None:
         """Return the parameter into which a tensor is loaded, as the model names it."""
-        return self._full_names.get(self._get_target(name) or "")
+        return self._full_names.get(self._find_parameter(name) or "")
 
-    def _get_target(self, name: str) -> str | None:
+    def _map_name(self, name: str) -> str | None:
         """Return the engine's parameter into which a tensor is loaded."""
-        if name not in self._targets:
-            # Kept: vLLM's mapper tries many patterns, and this is asked several times a tensor
-            # while the engine's thread waits for Python's lock.
-            self._targets[name] = self._find_target(name)
-        return self._targets[name]
-
-    def _find_target(self, name: str) -> str | None:
         mapped = self._rename(name)
         parts = mapped.split(".")
         if len(parts) > 2 and parts[-2] in self._fused_into:
             parts[-2] = self._fused_into[parts[-2]]
         if "experts" in parts and parts[-2] in _EXPERTS:
             module = parts[: parts.index("experts") + 1]
-            submodules = [[], ["routed_experts"]]  # the second in newer versions of vLLM
-            targets = [".".join([*module, *path, _EXPERTS[parts[-2]]]) for path in submodules]
+            targets = [".".join([*module, "routed_experts", _EXPERTS[parts[-2]]])]
         else:
             targets = [".".join(parts), mapped]
         return next((target for target in targets if target in self._parameters), None)
@@ -406,7 +334,7 @@ class Proof:
         replicated: queries, keys and values that are fused in the checkpoint."""
         if not self._replicas:
             return 1
-        target = self._get_target(name) or ""
+        target = self._find_parameter(name) or ""
         copies = self._replicas.get(target.rpartition(".")[0], 1)
         if copies == 1:
             return 1

@@ -145,7 +145,7 @@ class EngineOrders:
         if all(hasattr(owner, name) for name in ("engine_client", "_pause_lock")):
             self._handler = owner
             give_time_to_stop(owner.engine_client)
-            self._sleep = self._sleep or sleep_orders.SleepOrders(owner)
+            self._sleep = self._sleep or sleep_orders.SleepOrders(owner, self._route_to)
             self.refit = self.refit or refit_orders.RefitOrders(owner, self._sleep, self._route_to)
         if self._handler is None or owner is not self._handler:
             return handler
@@ -164,6 +164,7 @@ class EngineOrders:
             orders.REFIT: self.refit.run,
             orders.CANCEL: self.refit.cancel,
             orders.STAGE: self.refit.stage,
+            orders.DISCARD: self.refit.discard,
             orders.SLEEP: self._sleep.sleep,
             orders.WAKE: self._sleep.wake,
             orders.MEMORY: self._sleep.read_memory,

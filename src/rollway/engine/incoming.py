@@ -1,4 +1,5 @@
-"""A version on its way into a worker: the reader of its offer, and the part that a rank receives.
+"""A version on its way into a worker: the thread that receives it beside generation, the reader of
+its offer, and the part that a rank needs.
 
 vLLM's loaders accept whole tensors and cut them. A rank that received only its part passes them a
 zero-padded tensor: the shape of the whole tensor, with the part in its place. The zeros are never
@@ -8,10 +9,16 @@ verification after the load would fail.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import os
+import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -19,19 +26,105 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollway.engine.background import share_cores
-from rollway.engine.drafts import Draft
-from rollway.engine.kv_scales import KvScales
+from rollway.engine.companions import DRAFT, SCALE, Draft, KvScales
 from rollway.engine.layers import list_loaded_parameters
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Shape, Slices
-from rollway.weights.offer import Offer
-from rollway.weights.planning.targets import EngineRank, engine_ranks, part_of
+from rollway.weights.offer import STILL, Offer
+from rollway.weights.planning.targets import EngineRank, TargetPart, engine_ranks, part_of
 from rollway.weights.transports.base import Reader, never
 
 ALLOW_NON_FINITE = "ROLLWAY_ALLOW_NON_FINITE"
 """The environment variable by which a user has workers serve NaN and infinity."""
+
+
+class BackgroundTask(Future[None]):
+    """The outcome of work in a thread. Callers poll it, or have it notify a socket at its end."""
+
+    def __init__(
+        self, what: str, work: Callable[[], None], device: torch.device | None = None
+    ) -> None:
+        """On a GPU, `work` has a stream of its own on `device`, and ends when that is idle."""
+        super().__init__()
+        self._what = what
+        arguments = work, device or torch.device("cpu")
+        threading.Thread(
+            target=self._run, args=arguments, name="rollway-background", daemon=True
+        ).start()
+
+    @property
+    def has_failed(self) -> bool:
+        return self.done() and self.exception() is not None
+
+    def check(self) -> None:
+        """Raise while it is running, and its error if it failed."""
+        if not self.done():
+            raise RuntimeError(f"{STILL} {self._what}")
+        if (error := self.exception()) is not None:
+            raise RuntimeError(f"{error}") from error
+
+    def notify_when_done(self, name: str) -> None:
+        """Connect to the abstract Unix socket of that name at the end; "" is none."""
+        if name:
+            self.add_done_callback(lambda _: _connect(name))
+
+    def _run(self, work: Callable[[], None], device: torch.device) -> None:
+        try:
+            torch.get_num_threads()  # initialises this thread's setting, which share_cores changes
+            share_cores(alone=False)
+            with torch.no_grad(), use_own_stream(device):
+                work()
+        except BaseException as error:  # noqa: BLE001 (`check` raises it)
+            release_frames(error)
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+
+def _connect(name: str) -> None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1.0)
+        connection.connect(f"\0{name}")
+
+
+@contextlib.contextmanager
+def use_own_stream(device: torch.device) -> Iterator[None]:
+    """Let this thread use a stream of its own on a GPU, so that it never waits for the engine's
+    work or delays it; leave when everything on it is complete."""
+    if device.type != "cuda":
+        yield
+        return
+    # A new thread begins on the first GPU, whichever GPU the engine's thread uses.
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        try:
+            yield
+        finally:
+            stream.synchronize()
+
+
+def release_frames(error: BaseException) -> None:
+    """Release the local variables of an error's traceback: tensors there would keep memory for as
+    long as the error is kept."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+
+
+@functools.cache
+def _count_threads() -> int:
+    return int(torch.get_num_threads())
+
+
+def share_cores(*, alone: bool) -> None:
+    """Let this thread compute with all cores, or with half of them while the engine generates. Two
+    teams of threads on the same cores wait for each other at every step: a copy then takes ten
+    times as long."""
+    threads = _count_threads() if alone else max(1, _count_threads() // 2)
+    with contextlib.suppress(AttributeError):  # torch without OpenMP
+        ctypes.CDLL(None).omp_set_num_threads(threads)  # only for this thread
 
 
 @dataclass(slots=True)
@@ -43,7 +136,6 @@ class Incoming:
     offer: Offer
     headers: dict[str, TensorHeader]
     """The policy's tensors."""
-    ranks: int
     reduced: Callable[[torch.Tensor], torch.Tensor]
     """Sums a tensor over the ranks; all of them must call it."""
     draft: Draft | None = None
@@ -63,23 +155,27 @@ class Incoming:
         model: torch.nn.Module = self.worker.model_runner.get_model()
         return model
 
-    def restrict(self, model: torch.nn.Module) -> None:
+    def restrict(self) -> None:
         """Receive only what this rank holds of the model, if the transport can."""
         if self.reader.can_restrict:
-            mine = find_slices(find_engine_rank(self.worker), self.headers, model)
+            mine = find_slices(find_engine_rank(self.worker), self.headers, self.model)
             self.slices = self.reader.restrict(self.offer, mine)
 
     def tensors(self, summed: Callable[[str], bool] = never) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the policy's tensors, and keep those of the draft model and of the KV cache."""
-        tensors = self.reader.tensors(self.offer, summed)
-        if self.scales is not None:
-            tensors = self.scales.keep_scales(tensors)
-        if self.draft is not None:
-            tensors = self.draft.keep_draft(tensors)
-        for pair in tensors:
-            if self.abandoned.is_set():
-                raise RuntimeError(f"version {self.offer.version} was discarded")
-            yield pair
+        for name, tensor in self.reader.tensors(self.offer, summed):
+            self.check_wanted()
+            if self.draft is not None and name.startswith(DRAFT):
+                self.draft.keep(name.removeprefix(DRAFT), tensor)
+            elif self.scales is not None and name.startswith(SCALE):
+                self.scales.keep(name.removeprefix(SCALE), tensor)
+            else:
+                yield name, tensor
+
+    def check_wanted(self) -> None:
+        """Raise if the version was discarded meanwhile."""
+        if self.abandoned.is_set():
+            raise RuntimeError(f"version {self.offer.version} was discarded")
 
     def note_non_finite(self, names: list[str]) -> None:
         """Note which tensors have NaN or infinity. Raise if there are any, unless the user allows
@@ -91,35 +187,23 @@ class Incoming:
                 f"at the training step, or set {ALLOW_NON_FINITE}=1 in the model's `env`"
             )
 
-    def finish(self) -> None:
-        """Let the reader know that the version is served and no view of it is used any more."""
-        self.reader.finish(self.offer)
-
-    def measure(self, name: str) -> Stopwatch:
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
         """Measure a part of the staging, and use as many cores as are free for it."""
-        share_cores(alone=is_idle(self.worker))
-        return Stopwatch(self.seconds, name)
+        batch = getattr(self.worker.model_runner, "input_batch", None)
+        share_cores(alone=getattr(batch, "num_reqs", None) == 0)
+        with measure(self.seconds, name):
+            yield
 
 
-@dataclass(slots=True)
-class Stopwatch:
-    """Writes the seconds of a `with` block into a dict."""
-
-    into: dict[str, float]
-    name: str
-    began: float = 0.0
-
-    def __enter__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __exit__(self, *_: Any) -> None:
-        self.into[self.name] = time.perf_counter() - self.began
-
-
-def is_idle(worker: Any) -> bool:
-    """Return whether the worker generates nothing right now, as far as is visible here."""
-    batch = getattr(worker.model_runner, "input_batch", None)
-    return getattr(batch, "num_reqs", None) == 0
+@contextlib.contextmanager
+def measure(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Write the seconds of a `with` block into a dict, also where it raises."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = time.perf_counter() - began
 
 
 _READERS = {
@@ -129,40 +213,32 @@ _READERS = {
     "cuda_ipc": ("rollway.weights.transports.cuda_ipc", "CudaIpcReader"),
     "collective": ("rollway.weights.transports.collective", "CollectiveReader"),
     "nixl": ("rollway.weights.transports.nixl", "NixlReader"),
-    "verl_buckets": ("rollway.engine.verl_buckets", "VerlBucketsReceiver"),
-    "prime_rl_broadcast": ("rollway.engine.prime_rl_broadcast", "PrimeRlBroadcastReader"),
+    "verl_buckets": ("rollway.engine.foreign_senders", "VerlBucketsReceiver"),
 }
 _WARMED_UP = ("shm", "files", "delta", "cuda_ipc")
 """Transports without packages of their own; a worker meets the others when it is offered one."""
 
 
 def warm_up() -> None:
-    """Import readers and compile their kernels now, so that the first refit does not wait."""
+    """Import readers now, so that the first refit does not wait."""
     for transport in _WARMED_UP:
-        module, name = _READERS[transport]
-        reader: Reader = getattr(import_module(module), name)()
-        reader.warm_up()
-        reader.close()
+        import_module(_READERS[transport][0])
 
 
 def get_reader(offer: Offer, readers: dict[str, Reader]) -> Reader:
     """Return the reader of the offer's transport from `readers`; add a new one if there is none."""
     if offer.transport not in readers:
-        if offer.transport not in _READERS:
-            raise WeightsError(f"This worker cannot receive weights by {offer.transport}.")
-        # Imported only now: a worker needs the packages of one transport, not of all.
-        module, name = _READERS[offer.transport]
-        reader: type[Any] = getattr(import_module(module), name)
-        readers[offer.transport] = reader(*_find_arguments(offer))
+        readers[offer.transport] = open_reader(offer.transport)
     return readers[offer.transport]
 
 
-def _find_arguments(offer: Offer) -> tuple[Any, ...]:
-    if offer.transport != "verl_buckets":
-        return ()
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return (get_tensor_model_parallel_rank,)
+def open_reader(transport: str) -> Reader:
+    """Return a new reader. A worker imports the packages of one transport, not of all."""
+    if transport not in _READERS:
+        raise WeightsError(f"This worker cannot receive weights by {transport}.")
+    module, name = _READERS[transport]
+    reader: Reader = getattr(import_module(module), name)()
+    return reader
 
 
 def find_slices(
@@ -175,29 +251,26 @@ def find_slices(
     if rank is None:
         return Slices()
     loaded = list_loaded_parameters(model)
-    shapes = {name: tuple(parameter.shape) for name, parameter in loaded.items()}
-    boxes: dict[str, Box | None] = {}
-    parameters: dict[str, str] = {}
-    divided: set[str] = set()  # Parameters that receive less than all of a tensor
-    filled: set[str] = set()  # Parameters that receive anything
-    unlike: set[str] = set()  # Parameters of another shape than the rule gives
-    for name, header in headers.items():
+    by_parameter: dict[str, dict[str, TargetPart | None]] = {}
+    for name in headers:
         try:
             parameter, part = part_of(name, headers, rank)
         except (UsageError, IndexError):  # no rule, or a tensor unlike those of the rule
             continue
-        parameters[name] = parameter
-        boxes[name] = part.box if part is not None else None
-        if boxes[name] != Box.whole(header.shape):
-            divided.add(parameter)
-        if part is not None:
-            filled.add(parameter)
-        if parameter not in shapes or (part is not None and shapes[parameter] != part.shape):
-            unlike.add(parameter)
-    slices = Slices(boxes, {name: header.shape for name, header in headers.items()}, parameters)
-    # A parameter that consists of padding alone is received whole: the engine still loads the
-    # padding, and verifies it.
-    return slices.without(set(parameters.values()) - ((divided & filled) - unlike))
+        by_parameter.setdefault(parameter, {})[name] = part
+    boxes: dict[str, Box | None] = {}
+    parameters: dict[str, str] = {}
+    for parameter, parts in by_parameter.items():
+        here = [part for part in parts.values() if part is not None]
+        mine = {name: part.box if part is not None else None for name, part in parts.items()}
+        is_divided = any(box != Box.whole(headers[name].shape) for name, box in mine.items())
+        is_known = parameter in loaded and all(p.shape == loaded[parameter].shape for p in here)
+        # A parameter that consists of padding alone is received whole: the engine still loads the
+        # padding, and verifies it.
+        if here and is_divided and is_known:
+            boxes |= mine
+            parameters |= dict.fromkeys(mine, parameter)
+    return Slices(boxes, {name: header.shape for name, header in headers.items()}, parameters)
 
 
 def find_engine_rank(worker: Any) -> EngineRank | None:

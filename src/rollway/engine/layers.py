@@ -77,9 +77,7 @@ def list_changed_layers(model: torch.nn.Module) -> dict[str, str]:
 
 def explain_no_reload(model: torch.nn.Module) -> str:
     """Return why vLLM must not load this model a second time; "" if it may."""
-    if not _is_on_cpu(model):
-        return ""
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if _is_on_cpu(model) else ():
         has_experts = any(
             key.startswith("w13") for key, _ in module.named_parameters(recurse=False)
         )
@@ -93,15 +91,11 @@ def explain_no_reload(model: torch.nn.Module) -> str:
 
 def find_unpacked(model: torch.nn.Module) -> str:
     """Return a layer on CPU that vLLM's own reload does not pack, unlike `watch_loading`: experts,
-    or a packed layer that is tied to another; "" if there is none."""
-    if not _is_on_cpu(model):
-        return ""
-    changed = list_changed_layers(model)
-    tied: dict[int, str] = {}
-    for name, module in model.named_modules():
+    or one that is tied to another; "" if there is none."""
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules() if _is_on_cpu(model) else ():
         for key, parameter in module.named_parameters(recurse=False):
-            first = tied.setdefault(id(parameter), name)
-            if key.startswith("w13") or (first != name and changed.get(name) == PACKED):
+            if key.startswith("w13") or owners.setdefault(id(parameter), name) != name:
                 return str(name)
     return ""
 
@@ -158,6 +152,23 @@ def watch_loading(model: torch.nn.Module, seen: Callable[[str, Any], None]) -> I
         tied = any(id(parameter) in shared for parameter in layer.parameters(recurse=False))
         if tied and hasattr(_get_method(layer), _HOOK):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+@contextlib.contextmanager
+def reload_layers(layers: torch.nn.Module, vllm_config: Any, model_config: Any) -> Iterator[None]:
+    """Have vLLM reload a module with what its loader is given inside of the block. vLLM treats the
+    module and its submodules, and no other layer."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    # The kernels of experts, which are built again on CPU, read the config.
+    with set_current_vllm_config(vllm_config):
+        initialize_layerwise_reload(layers)
+        yield
+        finalize_layerwise_reload(layers, model_config)  # type: ignore[no-untyped-call]
 
 
 def _undo_reload(model: torch.nn.Module) -> None:

@@ -11,22 +11,24 @@ reloads it. Nothing is ever written to the model here.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rollway.engine.fingerprint import Proof
+from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import DTYPES
-from rollway.weights.layout import Box, Shape, check_covered
+from rollway.weights.layout import Box, Shape, Slices, check_covered
 
-_MAX_ERRORS = 8
-"""Layers whose loader may raise before the whole model is reloaded instead."""
 _ATEN = torch.ops.aten
 
 
@@ -50,15 +52,11 @@ class Region:
 
     def as_box(self, shape: Shape) -> Box | None:
         """Return the block of a contiguous tensor of this shape that the elements form."""
-        if math.prod(self.shape) == math.prod(shape) and self.stride == _compute_strides(
-            self.shape
-        ):
+        is_contiguous = self.stride == _compute_strides(self.shape)
+        if is_contiguous and math.prod(self.shape) == math.prod(shape):
             return Box.whole(shape)
         strides = _compute_strides(shape)
-        start, rest = [], self.offset
-        for stride in strides:
-            start.append(rest // stride)
-            rest %= stride
+        start = [int(at) for at in np.unravel_index(self.offset, shape)]
         stop = [at + 1 for at in start]
         for size, stride in zip(self.shape, self.stride, strict=True):
             if size == 1:
@@ -71,22 +69,17 @@ class Region:
         box = Box(tuple(start), tuple(stop))
         return box if box.intersect(Box.whole(shape)) == box or not shape else None
 
-    def within(self, whole: Shape, part: Box) -> Region | None:
+    def within(self, whole: Shape, part: Box) -> Region:
         """Return where these elements of a tensor are in a contiguous part of it."""
         box = self.as_box(whole)
         if box is None or box.intersect(part) != box:
-            return None
-        strides, part_strides = _compute_strides(whole), _compute_strides(part.shape)
-        by_stride = {
-            s: p for s, p, size in zip(strides, part_strides, whole, strict=True) if size > 1
-        }
-        at = box.relative_to(part.start).start
-        offset = sum(i * stride for i, stride in zip(at, part_strides, strict=True))
-        if any(
-            size > 1 and s not in by_stride for size, s in zip(self.shape, self.stride, strict=True)
-        ):
-            return None  # it was flattened
-        return Region(offset, self.shape, tuple(by_stride.get(s, s) for s in self.stride))
+            raise RuntimeError(f"the parts that came are not those that vLLM's loader cuts: {part}")
+        block = torch.empty(part.shape, device="meta")[box.relative_to(part.start).slices]
+        sizes = [size for size in self.shape if size > 1]
+        strides = [s for s, size in zip(self.stride, self.shape, strict=True) if size > 1]
+        if sizes != [size for size in block.shape if size > 1] or strides != sorted(strides)[::-1]:
+            raise RuntimeError("vLLM's loader flattens or transposes a tensor of which parts came")
+        return Region.of(block.view(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +88,9 @@ class PlannedCopy:
 
     parameter: str
     destination: Region
-    tensor: str
-    source: Region
+    tensor: str = ""
+    source: Region | None = None
+    """None where the loader fills a parameter with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +98,6 @@ class LoadPlan:
     """How a checkpoint's tensors become the parameters of one rank."""
 
     copies: tuple[PlannedCopy, ...] = ()
-    padding: tuple[tuple[str, Region], ...] = ()
-    """Parameter and elements that the loader fills with zeros."""
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    """The shapes of the parameters that the plan writes."""
     reloaded: Mapping[str, str] = field(default_factory=dict)
     """Layers that only vLLM can load, with the reason."""
     refusal: str = ""
@@ -122,6 +112,34 @@ class LoadPlan:
         more = f" and {len(self.reloaded) - 1} more layers" if len(self.reloaded) > 1 else ""
         return f"vLLM reloads {layer}{more}: {why}"
 
+    def find_targets(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers that the plan writes."""
+        live = dict[str, torch.Tensor](model.named_parameters()) | dict(model.named_buffers())
+        return {copy.parameter: live[copy.parameter] for copy in self.copies}
+
+
+def find_plan(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:
+    """Return how tensors with these headers are copied into the serving parameters. Recording a
+    plan takes a while, so a worker keeps it until other tensors come."""
+    key = {name: (header.dtype, header.shape) for name, header in headers.items()}
+    if getattr(worker, "_rollway_plan", (None,))[0] != key:
+        worker._rollway_plan = key, _plan_in_place(worker, headers)
+    plan: LoadPlan = worker._rollway_plan[1]
+    return plan
+
+
+def _plan_in_place(worker: Any, headers: Mapping[str, TensorHeader]) -> LoadPlan:
+    if refusal := explain_no_plan(worker):
+        return LoadPlan(refusal=refusal)
+    model = worker.model_runner.get_model()
+    changed = list_changed_layers(model)
+    packed = [name for name, reason in changed.items() if reason == PACKED]
+    if packed:
+        # On CPU nearly all layers are packed, and vLLM reloads them faster together.
+        return LoadPlan(refusal=f"{packed[0]}: {PACKED}")
+    plan = record_plan(model, headers, Proof(model).target_of, changed)
+    return plan if plan.copies else LoadPlan(refusal=plan.reason or "vLLM's loader copies nothing")
+
 
 def record_plan(
     model: Any,
@@ -134,33 +152,19 @@ def record_plan(
     `target_of` names the parameter of a tensor. `changed` are layers that cannot be planned, with
     the reason; their tensors are not shown to the loader."""
     before = _Snapshot(model)
-    refused = dict(changed)
-    for _ in range(_MAX_ERRORS):
-        names = [n for n in headers if _get_layer(target_of(n) or "") not in refused]
-        recorder = _Recorder(model, {n: headers[n] for n in names})
-        failure = recorder.run(model)
-        if before.restore():
-            return LoadPlan(refusal="vLLM's loader replaces parameters")
-        if failure is None:
-            return recorder.make_plan(refused)
-        name, error = failure
-        layer = _get_layer(target_of(name) or "")
-        if not layer or layer in refused:
-            return LoadPlan(refusal=f"vLLM's loader needs the values of tensors ({error})")
-        refused[layer] = f"its loader needs the values of {name} ({error})"
-    return LoadPlan(refusal="vLLM's loader needs the values of many tensors")
-
-
-def get_plan(
-    worker: Any, headers: Mapping[str, TensorHeader], record: Callable[[], LoadPlan]
-) -> LoadPlan:
-    """Return the worker's plan for tensors with these headers; `record` it at the first call."""
-    plans: dict[Any, LoadPlan] = worker.__dict__.setdefault("_rollway_plans", {})
-    key = tuple(sorted((name, h.dtype, h.shape) for name, h in headers.items()))
-    if key not in plans:
-        plans.clear()  # another set of tensors: the old one does not come back
-        plans[key] = record()
-    return plans[key]
+    names = [name for name in headers if _get_layer(target_of(name) or "") not in changed]
+    recorder = _Recorder(model, {name: headers[name] for name in names})
+    failure = ""
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(iter(recorder.inputs.items()))
+    except Exception as error:  # noqa: BLE001 (whatever a loader raises, it has no plan)
+        failure = f"{type(error).__name__}: {str(error)[:200]}"
+    if before.restore():
+        return LoadPlan(refusal="vLLM's loader replaces parameters")
+    if failure:
+        return LoadPlan(refusal=f"vLLM's loader needs the values of tensors ({failure})")
+    return recorder.make_plan(changed)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
@@ -168,40 +172,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self, model: torch.nn.Module, headers: Mapping[str, TensorHeader]) -> None:
         super().__init__()
-        self._live: dict[int, list[tuple[str, torch.Tensor]]] = {}
-        self._shapes: dict[str, Shape] = {}
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            self._live.setdefault(_get_storage(tensor), []).append((name, tensor))
-            self._shapes[name] = tuple(tensor.shape)
-        self._parameters = {name for name, _ in model.named_parameters()}
-        self._inputs = {
+        self._live = dict[str, torch.Tensor](model.named_parameters()) | dict(model.named_buffers())
+        self._by_storage: dict[int, list[str]] = {}
+        for name, tensor in self._live.items():
+            self._by_storage.setdefault(_get_storage(tensor), []).append(name)
+        self.inputs = {
             name: torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta")
             for name, header in headers.items()
         }
-        self._names = {_get_storage(tensor): name for name, tensor in self._inputs.items()}
+        """What the loader is given."""
+        self._names = {_get_storage(tensor): name for name, tensor in self.inputs.items()}
         self._fresh: dict[int, torch.Tensor] = {}
         """What the loader created. Kept, so that no address is used twice."""
         self._copies: list[PlannedCopy] = []
-        self._padding: list[tuple[str, Region]] = []
         self._refused: dict[str, str] = {}
         """By parameter."""
         self._changed_inputs: set[str] = set()
-        self._current = ""
-
-    def run(self, model: Any) -> tuple[str, str] | None:
-        """Run the loader. Return the tensor at which it raised, with the error; None if it did
-        not."""
-        try:
-            with torch.no_grad(), self:
-                model.load_weights(self._yield_inputs())
-        except Exception as error:  # noqa: BLE001 (whatever a loader raises, it has no plan)
-            return self._current, f"{type(error).__name__}: {str(error)[:200]}"
-        return None
-
-    def _yield_inputs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._inputs.items():
-            self._current = name
-            yield name, tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -218,11 +204,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             if name is not None:
                 self._changed_inputs.add(name)
         result = func(*args, **kwargs)
-        known = {
-            _get_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-        }
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and _get_storage(tensor) not in known:
+        known = {_get_storage(tensor) for tensor in _list_tensors((args, kwargs))}
+        for tensor in _list_tensors(result):
+            if _get_storage(tensor) not in known:
                 self._fresh[_get_storage(tensor)] = tensor
         return result
 
@@ -230,101 +214,74 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         if target.numel() == 0:
             return
         name, region = self._place(target)
-        if not name:
-            raise RuntimeError(f"{func} would change a tensor that is no parameter")
         if _is_zero_fill(func, args):
-            self._padding.append((name, region))
-        elif func is not _ATEN.copy_.default:
+            self._copies.append(PlannedCopy(name, region))
+            return
+        if func is not _ATEN.copy_.default:
             self._refused[name] = f"its loader uses {func}"
-        else:
-            self._record_copy(name, region, target, args[1])
-
-    def _record_copy(
-        self, name: str, region: Region, target: torch.Tensor, source: torch.Tensor
-    ) -> None:
+            return
+        source: torch.Tensor = args[1]
         tensor = self._names.get(_get_storage(source))
         if tensor is None:
             self._refused[name] = "its loader computes values"
-        elif source.shape != target.shape or source.dtype != self._inputs[tensor].dtype:
+        elif source.shape != target.shape or source.dtype != self.inputs[tensor].dtype:
             self._refused[name] = f"its loader reinterprets {tensor}"
         else:
             self._copies.append(PlannedCopy(name, region, tensor, Region.of(source)))
 
     def _place(self, target: torch.Tensor) -> tuple[str, Region]:
         """Return the parameter or buffer that a view belongs to, and which elements it has."""
-        for name, live in self._live.get(_get_storage(target), []):
+        for name in self._by_storage.get(_get_storage(target), []):
+            live = self._live[name]
             region = Region.of(target, live.storage_offset())
             if 0 <= region.offset < live.numel() and target.dtype == live.dtype:
                 return name, region
-        return "", Region.of(target)
+        raise RuntimeError("it would change a tensor that is no parameter")
 
-    def make_plan(self, refused_layers: Mapping[str, str]) -> LoadPlan:
+    def make_plan(self, changed: Mapping[str, str]) -> LoadPlan:
         """Return the plan of all parameters that are written completely and exactly once."""
         refused = dict(self._refused)
-        regions: dict[str, list[Region]] = {}
+        written: dict[str, list[Region]] = {}
         for copy in self._copies:
-            regions.setdefault(copy.parameter, []).append(copy.destination)
+            written.setdefault(copy.parameter, []).append(copy.destination)
             if copy.tensor in self._changed_inputs:
                 refused[copy.parameter] = f"its loader changes {copy.tensor}"
-        zeros: dict[str, list[Region]] = {}
-        for name, region in self._padding:
-            zeros.setdefault(name, []).append(region)
-        for name in regions.keys() | zeros.keys():
-            fault = _find_fault(self._shapes[name], regions.get(name, []), zeros.get(name, []))
-            if fault:
+        for name, regions in written.items():
+            if fault := _find_fault(tuple(self._live[name].shape), regions):
                 refused.setdefault(name, fault)
-        layers = {_get_layer(name): why for name, why in refused.items()} | dict(refused_layers)
-        untouched = self._parameters - regions.keys()
-        layers |= {
-            _get_layer(name): "its loader writes only a part of it"
-            for name in untouched
-            if name in zeros and _get_layer(name) not in layers
-        }
+        layers = {_get_layer(name): why for name, why in refused.items()} | dict(changed)
         return LoadPlan(
             copies=tuple(c for c in self._copies if _get_layer(c.parameter) not in layers),
-            padding=tuple(p for p in self._padding if _get_layer(p[0]) not in layers),
-            shapes={n: self._shapes[n] for n in regions if _get_layer(n) not in layers},
             reloaded=layers,
         )
 
 
-def _find_fault(shape: Shape, copied: list[Region], zeroed: list[Region]) -> str:
-    """Return why copies and zeros do not fill a parameter exactly once; "" if they do."""
-    whole = Box.whole(shape)
-    boxes = [region.as_box(shape) for region in copied]
-    padding = [region.as_box(shape) for region in zeroed]
-    blocks = [box for box in (*boxes, *padding) if box is not None]
-    if len(blocks) < len(boxes) + len(padding):
+def _find_fault(shape: Shape, regions: list[Region]) -> str:
+    """Return why regions do not fill a parameter exactly once; "" if they do."""
+    boxes = [box for region in regions if (box := region.as_box(shape)) is not None]
+    if len(boxes) < len(regions):
         return "its loader writes elements that form no block"
-    if whole in padding:
-        return "its loader clears it as a whole"  # before or after the copies is not known here
     try:
-        check_covered("it", shape, blocks)
+        check_covered("it", shape, boxes)
     except UsageError as error:
         return f"its loader does not fill it exactly once: {error}"
     return ""
 
 
 def _is_zero_fill(func: Any, args: tuple[Any, ...]) -> bool:
-    if func is _ATEN.zero_.default:
-        return True
-    if func not in (_ATEN.fill_.Scalar, _ATEN.fill_.Tensor):
-        return False
-    value = args[1]
-    if isinstance(value, torch.Tensor):
-        return not value.is_meta and value.numel() == 1 and value.item() == 0
-    return bool(value == 0)
+    return func is _ATEN.zero_.default or (func is _ATEN.fill_.Scalar and args[1] == 0)
 
 
 def _list_written_tensors(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that an operator changes, by its schema."""
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in tree_leaves(value):
-            if isinstance(tensor, torch.Tensor):
-                yield tensor
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from _list_tensors(value)
+
+
+def _list_tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _get_storage(tensor: torch.Tensor) -> int:
@@ -336,13 +293,10 @@ def _get_layer(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _compute_strides(shape: Iterable[int]) -> Shape:
+@functools.cache
+def _compute_strides(shape: Shape) -> Shape:
     """Return the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(tuple(shape)):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+    return tuple(torch.empty(shape, device="meta").stride())
 
 
 class _Snapshot:
@@ -370,3 +324,58 @@ class _Snapshot:
                 tensor.data = data
                 replaced = True
         return replaced
+
+
+class BatchedCopy:
+    """All copies of a plan for one version, prepared so that running them takes no decisions."""
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        model: torch.nn.Module,
+        tensors: Mapping[str, torch.Tensor],
+        slices: Slices,
+    ) -> None:
+        targets = plan.find_targets(model)
+        self._batches: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._single: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._zeros: list[torch.Tensor] = []
+        for copy in plan.copies:
+            target = copy.destination.view(targets[copy.parameter])
+            if copy.source is None:
+                self._zeros.append(target)
+            else:
+                tensor, box = tensors[copy.tensor], slices.boxes.get(copy.tensor)
+                source = copy.source
+                if box is not None:
+                    source = source.within(slices.shapes[copy.tensor], box)
+                self._add(target, source.view(tensor))
+
+    def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        # One kernel copies a whole list only if both sides are dense; one exception would make it
+        # copy all of them one by one.
+        dense = target.is_contiguous() and source.is_contiguous()
+        if dense and target.dtype == source.dtype:
+            targets, sources = self._batches.setdefault((target.dtype, source.device), ([], []))
+            targets.append(target)
+            sources.append(source)
+        else:
+            self._single.append((target, source))
+
+    def warm_up(self) -> None:
+        """Run the copy's kernels once on other memory: CUDA loads a kernel when it is first used,
+        which must not happen during the pause."""
+        for targets, sources in self._batches.values():
+            scratch = torch.empty(8, dtype=targets[0].dtype, device=targets[0].device)
+            source = torch.zeros(8, dtype=sources[0].dtype, device=sources[0].device)
+            torch._foreach_copy_([scratch], [source], non_blocking=True)
+            torch._foreach_zero_([scratch])
+
+    def run(self) -> None:
+        """Copy; on a GPU this only starts the copies."""
+        for targets, sources in self._batches.values():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        for target, source in self._single:
+            target.copy_(source, non_blocking=True)
+        if self._zeros:
+            torch._foreach_zero_(self._zeros)

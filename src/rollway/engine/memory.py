@@ -11,8 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -51,19 +50,17 @@ class FreeMemory:
         )
 
 
-class StagingRefused(RuntimeError):
-    """Memory does not hold the staged weights; the worker continues to serve its version."""
-
-
 def read_device_memory(device: torch.device, nbytes: int) -> FreeMemory:
     """Return the memory that weights of `nbytes` may use beside the model."""
     if device.type != "cuda":
         return read_host_memory(nbytes)
     free, total = torch.cuda.mem_get_info(device)
-    memory = FreeMemory(str(device), free, _read_reserve(total))
-    if memory.holds(nbytes):
-        return memory  # torch's list of its memory holds Python's lock for milliseconds
-    return FreeMemory(str(device), count_free_bytes(device), memory.reserve)
+    configured = os.environ.get(RESERVE, "")
+    reserve = int(configured) if configured.isdigit() else max(_GIB, total // 50)
+    if free - reserve < nbytes:  # torch's list of its memory holds Python's lock for milliseconds
+        index = torch.cuda._get_device_index(device, True)
+        free += count_reusable(torch.cuda.memory_snapshot(), index)
+    return FreeMemory(str(device), free, reserve)
 
 
 def read_host_memory(nbytes: int, kept: int = 0) -> FreeMemory:
@@ -71,10 +68,8 @@ def read_host_memory(nbytes: int, kept: int = 0) -> FreeMemory:
     return FreeMemory("the host", count_free_bytes() + kept, int(_HOST_SPARE * nbytes))
 
 
-def count_free_bytes(device: torch.device | None = None) -> int:
-    """Return the free memory of a device, or of this machine within the limit of this container."""
-    if device is not None and device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0]) + _count_reusable(device)
+def count_free_bytes() -> int:
+    """Return the free memory of this machine, within the limit of this container."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     cgroup = Path("/sys/fs/cgroup")
@@ -86,15 +81,11 @@ def count_free_bytes(device: torch.device | None = None) -> int:
     return min(free, limit - used)
 
 
-def _count_reusable(device: torch.device) -> int:
-    """Return the bytes that torch's allocator holds but does not use. It returns these to the
-    device by itself when an allocation needs them. Pools of CUDA graphs and of vLLM's sleep mode do
-    not count: nobody else can use their memory."""
-    return count_reusable(torch.cuda.memory_snapshot(), torch.cuda._get_device_index(device, True))
-
-
 def count_reusable(segments: Sequence[Mapping[str, object]], index: int) -> int:
-    """Return the unused bytes of torch's default pool in a snapshot of its memory."""
+    """Return the bytes that torch's allocator holds but does not use, in a snapshot of its memory.
+
+    It returns these to the device by itself when an allocation needs them. Pools of CUDA graphs and
+    of vLLM's sleep mode do not count: nobody else can use their memory."""
     total = 0
     for segment in segments:
         if segment["device"] != index or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):  # type: ignore[arg-type]
@@ -106,17 +97,10 @@ def count_reusable(segments: Sequence[Mapping[str, object]], index: int) -> int:
     return total
 
 
-def _read_reserve(total: int) -> int:
-    configured = os.environ.get(RESERVE, "")
-    return int(configured) if configured.isdigit() else max(_GIB, total // 50)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory was not sufficient. torch has several forms of it:
     on a device, for pinned memory, and for plain memory; a file that cannot be mapped has its own.
     """
-    if isinstance(error, StagingRefused):
-        return False  # it has its figures
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
@@ -125,83 +109,41 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate" in text)
 
 
-@contextmanager
-def explain_exhaustion(
-    version: int, needed: int, read_memory: Callable[[], FreeMemory]
-) -> Iterator[None]:
-    """Raise a refusal with figures where memory was not sufficient for a version."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        # Read before anything is released: this is what was free when it failed.
-        raise StagingRefused(
-            f"memory does not hold version {version}: {needed / 1e9:.2f} GB are needed, "
-            f"{read_memory()} ({str(error)[:200]})"
-        ) from None
-
-
-class HostBuffers:
-    """Pinned buffers, kept from one version to the next: pinning takes longer than filling."""
-
-    def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        with self._lock:
-            return sum(buffer.nbytes for buffer in self._buffers)
-
-    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return the kept buffers if they have these sizes; nobody else gets them meanwhile.
-        Otherwise release them and return none."""
-        with self._lock:
-            buffers, self._buffers = self._buffers, []
-        if [buffer.nbytes for buffer in buffers] == list(sizes):
-            return buffers
-        del buffers
-        self.return_unused()
-        return []
-
-    @staticmethod
-    def return_unused() -> None:
-        """Return pinned memory that torch keeps for later to the system."""
-        empty_cache = getattr(torch._C, "_host_emptyCache", None)
-        if empty_cache is not None and torch.cuda.is_available():
-            empty_cache()
-
-    def give_back(self, buffers: list[torch.Tensor]) -> None:
-        with self._lock:
-            self._buffers = buffers
-
-
 @dataclass(slots=True)
 class StagedTensors:
     """Copies of tensors, one after the other in a few large buffers."""
 
     device: torch.device
-    pinned: bool = False
-    host: HostBuffers | None = None
-    """Where buffers come from, and where they return to."""
+    host: list[torch.Tensor] | None = None
+    """Where buffers in pinned host memory come from, and where they return to: pinning takes longer
+    than filling."""
     views: dict[str, torch.Tensor] = field(default_factory=dict)
-    nbytes: int = 0
     _buffers: list[torch.Tensor] = field(default_factory=list)
 
     def allocate(self, shapes: Mapping[str, tuple[str, Shape]]) -> None:
         """Allocate memory for tensors of these dtypes and shapes, all of it at once."""
         layout = list(_lay_out(shapes))
-        sizes = [max(end for _, _, end in part) for part in layout]
-        self._buffers = self.host.take(sizes) if self.host is not None else []
-        if not self._buffers:
-            self._buffers = [allocate(size, self.device, pinned=self.pinned) for size in sizes]
-        self.nbytes = sum(sizes)
+        sizes = [part[-1][-1] for part in layout]
+        if self.host is None:
+            self._buffers = [allocate(size, self.device, pinned=False) for size in sizes]
+        else:
+            self._buffers = self._take_host_buffers(sizes)
         for buffer, part in zip(self._buffers, layout, strict=True):
             for name, start, _ in part:
                 dtype, shape = shapes[name]
                 end = start + prod(shape) * ELEMENT_BYTES[dtype]
                 self.views[name] = buffer[start:end].view(DTYPES[dtype]).view(shape)
+
+    def _take_host_buffers(self, sizes: list[int]) -> list[torch.Tensor]:
+        """Return the kept buffers if they have these sizes, otherwise new ones."""
+        assert self.host is not None
+        kept = list(self.host)
+        self.host.clear()
+        if [buffer.nbytes for buffer in kept] == sizes:
+            return kept
+        kept.clear()
+        is_pinned = torch.cuda.is_available()
+        return [allocate(size, torch.device("cpu"), pinned=is_pinned) for size in sizes]
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor to its place. On a GPU this waits only for copies from plain memory."""
@@ -214,9 +156,9 @@ class StagedTensors:
         """Give the memory back, to the host's buffers or to the device. Without `wait`, a thread
         returns it to the device."""
         buffers, self._buffers, self.views = self._buffers, [], {}
-        if self.host is not None and buffers:
-            self.host.give_back(buffers)
-        elif buffers and self.device.type == "cuda":
+        if buffers and self.host is not None:
+            self.host[:] = buffers
+        elif buffers:
             del buffers
             return_unused(self.device, wait=wait)
 
@@ -226,12 +168,12 @@ def return_unused(device: torch.device, *, wait: bool) -> None:
     if device.type != "cuda":
         return
     if wait:
-        _return_unused_memory(device)
+        _empty_cache(device)
     else:
-        threading.Thread(target=_return_unused_memory, args=(device,), daemon=True).start()
+        threading.Thread(target=_empty_cache, args=(device,), daemon=True).start()
 
 
-def _return_unused_memory(device: torch.device) -> None:
+def _empty_cache(device: torch.device) -> None:
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
 
@@ -254,7 +196,7 @@ def list_received_shapes(
 
 
 def count_bytes(shapes: Mapping[str, tuple[str, Shape]]) -> int:
-    return sum(max(end for _, _, end in part) for part in _lay_out(shapes))
+    return sum(part[-1][-1] for part in _lay_out(shapes))
 
 
 def _lay_out(shapes: Mapping[str, tuple[str, Shape]]) -> Iterator[list[tuple[str, int, int]]]:

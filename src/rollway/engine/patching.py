@@ -10,7 +10,7 @@ same plan translates the position of a changed element. Nothing else of the vers
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from rollway.engine.fingerprint import Proof, list_non_finite
 from rollway.engine.incoming import Incoming
 from rollway.engine.loading import LoadPlan, PlannedCopy, Region
 from rollway.errors import WeightsError
-from rollway.weights.digest.checksums import integers
+from rollway.weights.digest.checksums import DTYPES, integers
 from rollway.weights.transports.base import ChangedElements, ChangedStep, Changes, Reader
 
 MOST_CHANGED = 8
@@ -47,15 +47,17 @@ class Served:
 
 def get_served(worker: Any) -> Served | None:
     """Return what the worker is known to serve."""
-    served: Served | None = worker.__dict__.get(_SERVED)
+    served: Served | None = getattr(worker, _SERVED, None)
     return served
 
 
 def set_served(worker: Any, served: Served | None) -> None:
     """Note what the worker serves; None before its parameters change."""
-    worker.__dict__[_SERVED] = served
+    setattr(worker, _SERVED, served)
 
 
+Written = tuple[torch.Tensor, torch.Tensor]
+"""Places in a parameter, and the bits that belong there."""
 Axis = tuple[int, int, int]
 """The number of elements, and the distance between two of them in the tensor and in the
 parameter."""
@@ -76,29 +78,18 @@ class Translation:
     """Whether all elements are copied, one after the other."""
 
     @classmethod
-    def of(cls, copy: PlannedCopy, elements: int) -> Translation | None:
-        """Return the translation of a copy from a tensor with so many elements; None if a position
-        in the tensor does not say where in the view it is."""
+    def of(cls, copy: PlannedCopy, elements: int) -> Translation:
+        """Return the translation of a copy from a tensor with so many elements; raise NoPatch if a
+        position in the tensor does not say where in the view it is."""
+        assert copy.source is not None
         axes = _find_axes(copy.source, copy.destination)
         if axes is None:
-            return None
+            raise NoPatch(f"positions in {copy.tensor} cannot be translated")
         is_whole = axes == ((elements, 1, 1),)
         source, target = copy.source.offset, copy.destination.offset
         return cls(copy.parameter, source, target, axes, is_whole)
 
-    @property
-    def is_block(self) -> bool:
-        """Whether the elements lie next to each other in the parameter."""
-        return len(self.axes) <= 1 and all(to == 1 for _, _, to in self.axes)
-
-    @property
-    def keeps_order(self) -> bool:
-        steps = [to for _, _, to in self.axes]
-        return steps == sorted(steps, reverse=True)
-
-    def translate(
-        self, positions: torch.Tensor, bits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def translate(self, positions: torch.Tensor, bits: torch.Tensor) -> Written:
         """Return the places of the elements that this rank holds, and their bits."""
         if self.is_whole:
             return positions + self.target, bits
@@ -135,57 +126,23 @@ def _find_axes(source: Region, target: Region) -> tuple[Axis, ...] | None:
     return tuple(reversed(joined))
 
 
-@dataclass(slots=True)
-class _Parts:
-    """Places in a parameter, and the bits to write there."""
-
-    places: list[torch.Tensor] = field(default_factory=list)
-    bits: list[torch.Tensor] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
-    """Where in the parameter each part belongs."""
-    keep_order: bool = True
-    """Whether the places of each part are in order."""
-    are_blocks: bool = True
-    """Whether parts cannot interleave."""
-
-    def join(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all of them, by place."""
-        if len(self.firsts) == 1 and self.keep_order:
-            return self.places[0], self.bits[0]
-        order = sorted(range(len(self.firsts)), key=self.firsts.__getitem__)
-        places = torch.cat([self.places[i] for i in order])
-        bits = torch.cat([self.bits[i] for i in order])
-        is_ordered = self.keep_order and (self.are_blocks or len(order) == 1)
-        return (places, bits) if is_ordered else _sort(places, bits)
-
-
 class Patch:
     """The changed elements of a version, at their places in the parameters of one rank."""
 
     def __init__(self, plan: LoadPlan, model: torch.nn.Module, elements: Mapping[str, int]) -> None:
         """Translate the plan; `elements` is the number of elements of each tensor."""
-        live = dict[str, torch.Tensor](model.named_parameters()) | dict(model.named_buffers())
         if plan.refusal or plan.reloaded:
             raise NoPatch(plan.reason)
-        if any(
-            tuple(live[name].shape) != shape or not live[name].is_contiguous()
-            for name, shape in plan.shapes.items()
-        ):
-            raise NoPatch("the model's parameters changed their shapes")
-        self._live = {name: integers(live[name]) for name in plan.shapes}
-        self._dtypes = {name: live[name].dtype for name in plan.shapes}
+        targets = plan.find_targets(model)
+        self._live = {name: integers(tensor) for name, tensor in targets.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in targets.items()}
         self._translations: dict[str, list[Translation]] = {}
         for copy in plan.copies:
-            translation = Translation.of(copy, elements[copy.tensor])
-            if translation is None:
-                raise NoPatch(f"positions in {copy.tensor} cannot be translated")
-            self._translations.setdefault(copy.tensor, []).append(translation)
-        self._staged: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By parameter: places in order, and bits."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(places.nbytes + bits.nbytes for places, bits in self._staged.values())
+            if copy.source is not None:  # zeros stay
+                translation = Translation.of(copy, elements[copy.tensor])
+                self._translations.setdefault(copy.tensor, []).append(translation)
+        self._staged: dict[str, Written] = {}
+        """By parameter; each place once."""
 
     @property
     def count(self) -> int:
@@ -193,32 +150,30 @@ class Patch:
 
     def add(self, step: ChangedStep, device: torch.device) -> None:
         """Stage what changed from one version to the next, after the steps before."""
-        parts: dict[str, _Parts] = {}
+        # In order, to be found again. The first step, mostly the only one, need not be sorted.
+        self._staged = {name: _sort(*written) for name, written in self._staged.items()}
+        parts: dict[str, list[Written]] = {}
         for tensor, elements in step.move(device):
             for translation in self._translations.get(tensor, []):
-                self._translate(translation, elements, parts)
-        for name, new in parts.items():
-            places, bits = new.join()
+                written = self._translate(translation, elements)
+                parts.setdefault(translation.parameter, []).append(written)
+        for name, pieces in parts.items():
+            places, bits = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))
             if name in self._staged:
-                places, bits = _overlay(*self._staged[name], places, bits)
+                places, bits = overlay(self._staged[name], (places, bits))
             self._staged[name] = places, bits
 
-    def _translate(
-        self, translation: Translation, elements: ChangedElements, parts: dict[str, _Parts]
-    ) -> None:
+    def _translate(self, translation: Translation, elements: ChangedElements) -> Written:
         name = translation.parameter
         places, bits = translation.translate(elements.positions, elements.bits)
         if elements.relative:
             old = self._live[name].index_select(0, places)
-            if name in self._staged:
-                old = _look_up(*self._staged[name], places, old)
+            earlier, earlier_bits = self._staged.get(name, (places[:0], bits[:0]))
+            if earlier.numel():
+                at, is_known = _find(places, earlier)
+                old = torch.where(is_known, earlier_bits.index_select(0, at), old)
             bits = old + bits
-        part = parts.setdefault(name, _Parts())
-        part.places.append(places)
-        part.bits.append(bits)
-        part.firsts.append(translation.target)
-        part.keep_order &= translation.keeps_order
-        part.are_blocks &= translation.is_block
+        return places, bits
 
     def warm_up(self) -> None:
         """Run the write's kernel once on other memory: CUDA loads a kernel when it is first
@@ -239,30 +194,26 @@ class Patch:
             self._live[name].scatter_(0, places, bits)
 
 
-def _sort(places: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _find(places: torch.Tensor, among: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where places are among others, which are in order and not none; and which are."""
+    at = torch.searchsorted(among, places).clamp_(max=among.numel() - 1)
+    return at, among.index_select(0, at) == places
+
+
+def _sort(places: torch.Tensor, bits: torch.Tensor) -> Written:
     places, order = places.sort()
     return places, bits.index_select(0, order)
 
 
-def _look_up(
-    places: torch.Tensor, bits: torch.Tensor, wanted: torch.Tensor, otherwise: torch.Tensor
-) -> torch.Tensor:
-    """Return the bits at places, which are in order; elsewhere return `otherwise`."""
-    if not places.numel():
-        return otherwise
-    at = torch.searchsorted(places, wanted).clamp_(max=places.numel() - 1)
-    return torch.where(places.index_select(0, at) == wanted, bits.index_select(0, at), otherwise)
-
-
-def _overlay(
-    places: torch.Tensor, bits: torch.Tensor, later: torch.Tensor, later_bits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both, the later bits where both have some."""
-    bits = _look_up(later, later_bits, places, bits)
-    known = _look_up(places, torch.ones_like(places), later, torch.zeros_like(later))
-    new = torch.nonzero(known == 0).view(-1)
-    both = torch.cat([bits, later_bits.index_select(0, new)])
-    return _sort(torch.cat([places, later.index_select(0, new)]), both)
+def overlay(earlier: Written, later: Written) -> Written:
+    """Return both, the later bits where both have some; the earlier places are in order."""
+    if not earlier[0].numel():
+        return later
+    at, is_known = _find(later[0], earlier[0])
+    is_kept = torch.ones_like(earlier[0], dtype=torch.bool)
+    is_kept[at[is_known]] = False
+    places, bits = (torch.cat([a[is_kept], b]) for a, b in zip(earlier, later, strict=True))
+    return places, bits
 
 
 def prepare_patch(incoming: Incoming, plan: LoadPlan, device: torch.device) -> tuple[Patch, Proof]:
@@ -270,32 +221,34 @@ def prepare_patch(incoming: Incoming, plan: LoadPlan, device: torch.device) -> t
 
     The proof expects the published sums of all tensors."""
     served = get_served(incoming.worker)
-    if getattr(type(incoming.reader), "changes", Reader.changes) is Reader.changes:
-        raise NoPatch("")
+    if type(incoming.reader).changes is Reader.changes:
+        raise NoPatch("")  # this transport sends whole tensors
     if served is None:
         raise NoPatch("it is not known which version is served")
-    if incoming.draft is not None:
-        raise NoPatch("the draft model changes too")
-    if incoming.scales is not None:
-        raise NoPatch("the scales of the KV cache change too")
+    if incoming.draft is not None or incoming.scales is not None:
+        raise NoPatch("a draft model or scales of a KV cache change too")
     elements = {n: torch.Size(h.shape).numel() for n, h in incoming.headers.items()}
     patch = Patch(plan, incoming.model, elements)
     most = sum(elements.values()) // MOST_CHANGED
     changes = incoming.reader.changes(incoming.offer, served.identity, most)
-    if changes is None or changes.refusal:
-        raise NoPatch(changes.refusal if changes is not None else "")
+    assert changes is not None
+    if changes.refusal:
+        raise NoPatch(changes.refusal)
     proof = Proof(incoming.model, incoming.reader.sums(incoming.offer))
-    unknown = proof.expect(incoming.headers)
-    if unknown:
-        raise NoPatch(f"{unknown} cannot be verified by a published sum")
+    no_data = (
+        (name, torch.empty(header.shape, dtype=DTYPES[header.dtype], device="meta"))
+        for name, header in incoming.headers.items()
+    )
+    for name, _ in proof.collect(no_data):
+        if name not in proof.by_sum and proof.target_of(name) is not None:
+            raise NoPatch(f"{name} cannot be verified by a published sum")
+    proof.finish_collecting()
     # Steps count from the old bits. Sums tell whether somebody changed these since the last swap.
-    proof.measure(incoming.model)
-    if proof.list_fingerprints() != served.fingerprints:
+    if proof.measure(incoming.model) != served.fingerprints:
         raise NoPatch("the served parameters are not as they were after the last swap")
     _refuse_without_memory(changes, device)
     for step in changes.steps:
-        if incoming.abandoned.is_set():
-            raise RuntimeError(f"version {incoming.offer.version} was discarded")
+        incoming.check_wanted()
         try:
             patch.add(step, device)
         except WeightsError as error:

@@ -3,7 +3,11 @@
 `rollway_stage` has the engine stage weights, and answers with all that a refit needs to know once
 that is done. `rollway_refit` runs a whole refit next to the engine (drawn in
 `rollway/engine/core.py`). A worker with many streams answers late, so a refit takes these two calls
-and no other. Since it knows when the engine switched, it also stamps tokens with their versions.
+and no other. Weights that are staged and not served are freed by `rollway_discard`. Since it knows
+when the engine switched, it also stamps tokens with their versions.
+
+A worker that sleeps gets the memory of its weights back before it stages, and that of its KV cache
+last: until then the memory may hold the staged weights. After a refusal it sleeps again.
 
 The guard adds the orders to the worker. This file uses the standard library only: the guard loads
 it by its path.
@@ -44,8 +48,12 @@ class RefitOrders:
         self._sleep = sleep
         self._route_to = route_to
         self._get_version: Handler | None = None
-        self._is_enforced = False
-        """Whether the engine refuses requests of other versions than its label."""
+        self._is_hooked = False
+        """Whether the engine has `rollway/engine/core.py`: it takes refits, and refuses requests of
+        other versions than its label."""
+        self._engine_label: int | None = None
+        """The label that the engine has for certain. Without one it admits every request, so
+        nobody knows which version samples it."""
         self._running: set[asyncio.Task[dict[str, Any]]] = set()
         self._staging: set[asyncio.Task[list[Any]]] = set()
         self._switches: dict[str, list[tuple[int, int]]] = {}
@@ -69,13 +77,11 @@ class RefitOrders:
         return await asyncio.shield(task)
 
     async def _refit(self, body: dict[str, Any]) -> dict[str, Any]:
-        handler = self._handler
+        handler, sleep = self._handler, self._sleep
         async with handler._pause_lock:
             label = read_label(handler)
             if label != body["label"]:
                 return _make_refusal(f"its label is {label}, and not {body['label']}")
-            if self._sleep.level:
-                return _make_refusal("it sleeps")
             clock = _Clock()
             handler._weight_version = body["leaving"]
             await self._route_to([])
@@ -86,15 +92,24 @@ class RefitOrders:
                 report = await self._call_engine("rollway_refit", arguments)
             except Exception as error:  # noqa: BLE001 (the caller decides)
                 handler._paused = True
+                sleep.kept = None  # a wake must not restore weights that may be half written
                 _end_if_engine_is_dead(handler, error)
                 return {"status": "error", "state": "in doubt", "message": str(error)}
             clock.lap("engine")
             if report["state"] != "served":
                 handler._weight_version = label
-                await self._route_to(body["taints_before"])
+                # A worker that was paused before stays paused, and gets no requests.
+                await self._route_to([] if handler._paused else body["taints_before"])
                 return _make_refusal(report["error"])
+            self._engine_label = body["version"]
+            memory = {}
+            if sleep.level:
+                try:
+                    memory = await sleep.wake_cache()
+                except Exception as error:  # noqa: BLE001 (it goes into the answer)
+                    return {"status": "error", "state": "asleep", "message": str(error)}
+                clock.lap("wake")
             handler._paused = False
-            self._is_enforced = True
             for request_id, tokens in report.pop("frozen").items():
                 # vLLM appends a random part to Dynamo's id of the request.
                 switches = self._switches.get(request_id.rpartition("-")[0])
@@ -104,7 +119,8 @@ class RefitOrders:
             # Last: a worker that is labelled with a version serves it.
             handler._weight_version = body["version"]
             clock.lap("enter")
-            return {"status": "ok", "report": report, "seconds": clock.seconds}
+            reply = {"status": "ok", "report": report, "seconds": clock.seconds}
+            return reply | ({"memory": memory} if memory else {})
 
     async def cancel(self, _: dict[str, Any]) -> dict[str, Any]:
         """End a refit that still waits for running requests."""
@@ -143,15 +159,15 @@ class RefitOrders:
         return request_id in self._switches
 
     def _find_version(self, request: Any) -> int | None:
-        """Return the version that a request names, if it asks for stamps and the engine enforces
-        versions. The request then no longer asks for `engine_data`, which carries the stamps to the
+        """Return the version that a request names, if it asks for stamps and the engine has a
+        label. The request then no longer asks for `engine_data`, which carries the stamps to the
         client: Dynamo would collect all tokens and log-probs there once more."""
         arguments = request.get("extra_args") if isinstance(request, dict) else None
         nvext = arguments.get("nvext") if isinstance(arguments, dict) else None
         fields = nvext.get("extra_fields") if isinstance(nvext, dict) else None
         if nvext is None or not isinstance(fields, list) or STAMPS not in fields:
             return None
-        if not self._is_enforced:
+        if self._engine_label is None:
             return None
         nvext["extra_fields"] = [name for name in fields if name not in (STAMPS, "engine_data")]
         match = re.match(r"v(\d+)(?::|$)", str(nvext.get("cache_salt") or ""))
@@ -159,13 +175,14 @@ class RefitOrders:
 
     async def stage(self, body: dict[str, Any]) -> dict[str, Any]:
         """Have the engine stage weights. Return the state of every rank once that has ended, or
-        after `seconds`; the label; and whether `rollway_refit` works here. With `needs_label`, do
-        nothing in a worker without a label: it is still starting. Weights that sleep have to be
-        woken first."""
+        after `seconds`; the label; and whether `rollway_refit` works here. Where it does not,
+        nothing is staged. With `needs_label`, do nothing in a worker without a label: it is still
+        starting."""
         ranks: list[Any] = []
-        if self._sleep.are_weights_asleep:
-            return {"status": "ok", "are_weights_asleep": True, "asleep": self._sleep.level}
-        if not body["needs_label"] or await self._read_version() is not None:
+        if not self._is_hooked:
+            await self._label_engine()
+        is_starting = body["needs_label"] and await self._read_version() is None
+        if self._is_hooked and not is_starting:
             # An engine may take longer to begin than a caller waits to see that the worker lives.
             # The caller then repeats the order, and the engine continues what it has begun.
             task = asyncio.create_task(self._stage(body))
@@ -178,13 +195,18 @@ class RefitOrders:
             except Exception as error:  # noqa: BLE001 (the caller decides)
                 _end_if_engine_is_dead(self._handler, error)
                 return {"status": "error", "message": str(error)}
-            if not self._is_enforced:
-                await self._label_engine()
         # At the end: the refit that follows is refused unless the worker still has this label.
         facts = {"label": await self._read_version(), "asleep": self._sleep.level}
-        return {"status": "ok", "ranks": ranks, "refits": self._is_enforced, **facts}
+        return {"status": "ok", "ranks": ranks, "refits": self._is_hooked, **facts}
+
+    async def discard(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Free staged weights that will not be served; a worker that slept sleeps again."""
+        await self._call_engine("rollway_unstage", {"identity": body["identity"]})
+        await self._sleep.sleep_again()
+        return {"status": "ok"}
 
     async def _stage(self, body: dict[str, Any]) -> list[Any]:
+        await self._sleep.wake_weights()
         wait, call = _ASK_SECONDS, self._handler.engine_client.collective_rpc
         with _open_notifications() as (socket_name, notifications):
             arguments = {name: body[name] for name in ("offer", "allow_cast")}
@@ -211,7 +233,8 @@ class RefitOrders:
     def _label_engine_after(self, handler: Handler) -> Handler:
         async def run(body: dict[str, Any]) -> dict[str, Any]:
             reply = await handler(body)
-            await self._label_engine()
+            if reply.get("status") == "ok":
+                await self._label_engine()
             return reply
 
         return run
@@ -221,19 +244,20 @@ class RefitOrders:
             reply = await handler(body)
             # Refits and sleep pause the engine, too, and take its label away.
             is_paused = self._handler._paused and (read_label(self._handler) or 0) >= 0
-            facts = {"enforced": self._is_enforced, "asleep": self._sleep.level}
+            facts = {"enforced": self._is_hooked, "asleep": self._sleep.level}
             return {**reply, **facts, "paused": bool(is_paused)}
 
         return run
 
     async def _label_engine(self) -> None:
         """Have the engine refuse requests of other versions than the worker's label."""
-        arguments = {"label": read_label(self._handler)}
+        label, self._engine_label = read_label(self._handler), None
         try:
-            self._is_enforced = bool(await self._call_engine("rollway_label", arguments))
+            self._is_hooked = bool(await self._call_engine("rollway_label", {"label": label}))
         except Exception as error:  # noqa: BLE001 (an engine without the extension, or a dead one)
-            self._is_enforced = False
+            self._is_hooked = False
             log.debug("the engine has no label: %s", error)
+        self._engine_label = label if self._is_hooked else None
 
     async def _call_engine(self, method: str, arguments: dict[str, Any]) -> Any:
         results = await self._handler.engine_client.collective_rpc(method, kwargs=arguments)
@@ -241,10 +265,10 @@ class RefitOrders:
 
 
 def read_label(handler: Any) -> int | None:
-    """Return a worker's label; None if it has none, or one of another tool."""
+    """Return a worker's label; None if it has none, and -1, in doubt, for one of another tool."""
     label = getattr(handler, "_weight_version", None)
-    if isinstance(label, str) and re.fullmatch(r"-?\d+", label):
-        return int(label)
+    if isinstance(label, str):
+        return int(label) if re.fullmatch(r"-?\d+", label) else -1
     return label if isinstance(label, int) and not isinstance(label, bool) else None
 
 

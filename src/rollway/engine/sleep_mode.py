@@ -17,9 +17,8 @@ an engine without sleep mode) nothing ever sleeps.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -34,72 +33,32 @@ _STOP_SECONDS = 60.0
 _ALLOCATOR = "vllm.device_allocator.cumem"
 
 
-class AsleepError(RuntimeError):
-    """Something would have used memory that sleeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """A range of addresses in one of the pools."""
-
-    address: int
-    nbytes: int
-    tag: str
-    is_asleep: bool
-
-
-def list_allocations() -> list[Allocation]:
-    """Return what the pools of this process hold, by address."""
+def find_asleep() -> list[tuple[int, int, str]]:
+    """Return what sleeps in the pools of this process: addresses, bytes and tags."""
     # By name, because importing it would load CUDA's library.
     allocator = getattr(sys.modules.get(_ALLOCATOR), "CuMemAllocator", None)
-    instance = getattr(allocator, "instance", None)
-    if instance is None:
-        return []
-    return sorted(
-        (
-            Allocation(address, int(data.handle[1]), str(data.tag), bool(data.is_asleep))
-            for address, data in instance.pointer_to_data.items()
-        ),
-        key=lambda allocation: allocation.address,
-    )
-
-
-def find_allocation(tensor: torch.Tensor, allocations: list[Allocation]) -> Allocation | None:
-    """Return the allocation that a tensor is in; None if it is in no pool."""
-    address = tensor.data_ptr()
-    index = bisect_right([allocation.address for allocation in allocations], address) - 1
-    if index < 0 or address >= allocations[index].address + allocations[index].nbytes:
-        return None
-    return allocations[index]
+    pools = getattr(getattr(allocator, "instance", None), "pointer_to_data", {})
+    return [
+        (address, int(data.handle[1]), str(data.tag))
+        for address, data in pools.items()
+        if data.is_asleep
+    ]
 
 
 def refuse_sleeping(model: torch.nn.Module) -> None:
     """Raise if memory of a parameter or buffer is gone."""
-    allocations = list_allocations()
-    if not any(allocation.is_asleep for allocation in allocations):
-        return
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        allocation = find_allocation(tensor, allocations)
-        if allocation is not None and allocation.is_asleep:
-            raise AsleepError(f"{name} sleeps: nothing may be copied into it before it is woken")
-
-
-def refuse_pooled(buffers: Iterable[torch.Tensor]) -> None:
-    """Raise if staged memory was allocated in a pool: the next sleep would take it away."""
-    allocations = list_allocations()
-    for buffer in buffers if allocations else ():
-        allocation = find_allocation(buffer, allocations)
-        if allocation is not None:
-            raise AsleepError(f"a staged buffer is in vLLM's pool for {allocation.tag}")
+    asleep = find_asleep()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()] if asleep else ():
+        if any(start <= tensor.data_ptr() < start + nbytes for start, nbytes, _ in asleep):
+            raise RuntimeError(f"{name} sleeps: nothing may be copied into it before it is woken")
 
 
 def describe_memory(worker: Any, served: Mapping[str, TensorHeader] | None, level: int) -> Any:
     """Return the memory of this rank as JSON types, and why it may not sleep at the level."""
     device = next(worker.model_runner.get_model().parameters()).device
     sleeping: dict[str, int] = {}
-    for allocation in list_allocations():
-        if allocation.is_asleep:
-            sleeping[allocation.tag] = sleeping.get(allocation.tag, 0) + allocation.nbytes
+    for _, nbytes, tag in find_asleep():
+        sleeping[tag] = sleeping.get(tag, 0) + nbytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         device = torch.device("cuda", device.index or 0)
@@ -151,8 +110,9 @@ def prepare_sleep(worker: Any, level: int) -> None:
     if staging is not None:
         # Of a refit whose process was killed. Its background task may read parameters: they must
         # not vanish meanwhile.
-        if not staging.stop(_STOP_SECONDS):
-            raise AsleepError("weights are still being staged")
+        staging.discard()
+        if not wait([staging.task], _STOP_SECONDS).done:
+            raise RuntimeError("weights are still being staged")
         worker._rollway_staging = None
     if torch.cuda.is_available():
         worker._rollway_kv_in_doubt = False  # the device takes the memory of the KV cache

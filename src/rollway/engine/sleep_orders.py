@@ -1,14 +1,21 @@
 """Orders that put a worker's engine to sleep and wake it. The guard adds them to the worker.
 
-    awake ── sleep ──────────► asleep                     nothing runs, no KV cache, memory released
-    asleep ── wake weights ──► weights in memory          nothing runs; level 1: the old ones
-              (a refit copies new ones into place, see rollway/fleet/worker_refit.py)
-           ── wake all ──────► awake                      refused at level 2 until a refit
+    serving ── sleep ──► no version, no taints; requests end or are cut; memory is released
+                             │
+             ┌─ level 1 ─────┴───── level 2 ─┐
+             ▼                               ▼
+      asleep, with weights            asleep, without weights
+             │ wake                          │ a refit alone (rollway/engine/refit_orders.py):
+             │   all memory back             │   stage: memory of the weights
+             │   taint, label                │   refit: swap, memory of the KV cache, taint, label
+             ▼                               ▼
+      serving the same version        serving the new version
 
-vLLM has two pools of memory that sleep: `weights` and `kv_cache`. Level 1 moves the weights to the
-host, level 2 forgets them; both forget the KV cache. Addresses stay, only the memory behind them is
-gone: whatever touches it ends the process. So Dynamo's own routes that would do so are refused.
-Dynamo's `wake_up` is refused too: it resumes the engine after a wake of the weights alone.
+A refit of a worker at level 1 takes the right-hand way too. vLLM has two pools of memory that
+sleep: `weights` and `kv_cache`. Level 1 moves the weights to the host, level 2 forgets them; both
+forget the KV cache. Addresses stay, only the memory behind them is gone: whatever touches it ends
+the process. So Dynamo's own routes that would do so are refused. Dynamo's `wake_up` is refused too:
+it resumes the engine after a wake of the weights alone.
 
 An order that has begun ends, also if its caller is gone. This file uses the standard library only:
 the guard loads it by its path.
@@ -23,6 +30,9 @@ from typing import Any
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 WEIGHTS, TAGS = "weights", ("weights", "kv_cache")
+ROUTING_SECONDS = 0.05
+"""A router may still send requests that it placed before it received new taints (10 to 30 ms
+measured): they end like the others, and do not wait in a worker that sleeps."""
 _UPDATES = ("update_weights_from_disk", "update_weights_from_distributed")
 _OWN_ROUTES = ("sleep", "wake_up")
 """Dynamo's own routes."""
@@ -31,20 +41,19 @@ _OWN_ROUTES = ("sleep", "wake_up")
 class SleepOrders:
     """What sleeps in one engine."""
 
-    def __init__(self, handler: Any) -> None:
+    def __init__(self, handler: Any, route_to: Callable[[list[str]], Awaitable[None]]) -> None:
+        """`route_to` sets the worker's taints."""
         self._handler = handler
         """Dynamo's object behind the RL routes."""
+        self._route_to = route_to
         self.level = 0
         """The level at which the engine was put to sleep; 0 while all of its memory is there."""
+        self.kept: tuple[int, list[str]] | None = None
+        """The version that a wake restores, and its taints; None if its weights are gone."""
         self._sleeping: set[str] = set()
-        self._has_weights = True
-        """Whether the weights survive a wake, or were replaced since."""
-        self._running: set[asyncio.Task[dict[str, Any]]] = set()
-
-    @property
-    def are_weights_asleep(self) -> bool:
-        """Whether nothing may be read from or written to the weights."""
-        return WEIGHTS in self._sleeping
+        self._weights_reply: dict[str, Any] = {}
+        """What the last wake of the weights alone has reported."""
+        self._running: set[asyncio.Task[Any]] = set()
 
     def protect(self, route: str, handler: Handler) -> Handler:
         """Return a handler that refuses what must not happen while the engine sleeps."""
@@ -55,37 +64,61 @@ class SleepOrders:
                 return _make_refusal("rollway_sleep and rollway_wake take the place of this route")
             # `update_weights_from_distributed` also runs methods that change no weights.
             changes = name in _UPDATES and not (body or {}).get("allow_unpaused")
-            if changes and self.are_weights_asleep:
-                return _make_refusal("its weights sleep: wake them before they are updated")
-            if name == "resume_generation" and self._sleeping:
+            if self._sleeping and (changes or name == "resume_generation"):
                 return _make_refusal("it sleeps: wake it")
-            reply = await handler(body)
-            if changes and reply.get("status") == "ok":
-                self._has_weights = True
-            return reply
+            return await handler(body)
 
         guarded = (*_OWN_ROUTES, *_UPDATES, "resume_generation")
         return run if name in guarded else handler
 
     async def sleep(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Stop generating, `wait`ing for running requests or `abort`ing them; release memory."""
-        return await self._run(self._fall_asleep(body))
+        """Leave the routing, stop generating, `wait`ing for running requests or `abort`ing them,
+        and release memory."""
+        return await self._answer(self._fall_asleep(body))
 
-    async def wake(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Restore memory; with all of it the engine generates again."""
-        return await self._run(self._wake(body.get("tags")))
+    async def wake(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Restore memory, and serve the version from before the sleep."""
+        return await self._answer(self._wake())
 
     async def read_memory(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the memory of every rank, and why one of them may not sleep at a level."""
         ranks = await self._read_ranks(int(body.get("level", 0)))
         return {"status": "ok", "ranks": ranks, "asleep": self.level}
 
+    async def wake_weights(self) -> None:
+        """Restore the memory of the weights, if they sleep, for a refit."""
+
+        async def wake() -> None:
+            async with self._handler._pause_lock:
+                if WEIGHTS in self._sleeping:
+                    self._weights_reply = await self._restore([WEIGHTS])
+
+        await self._run(wake())
+
+    async def wake_cache(self) -> dict[str, Any]:
+        """Restore the rest of the memory, in a refit that holds the lock: the engine generates with
+        the new weights. Return the memory asleep and after, and the seconds of both wakes."""
+        first, self.kept = self._weights_reply, None
+        last = await self._restore(list(self._sleeping))
+        self.level, self._handler._paused = 0, False
+        seconds = {"wake.weights": first["seconds"], "wake.kv_cache": last["seconds"]}
+        return {"asleep": first["before"], "after": last["ranks"], "seconds": seconds}
+
+    async def sleep_again(self) -> None:
+        """Release the memory of the weights again, if a refit that was given up has woken them."""
+
+        async def release() -> None:
+            async with self._handler._pause_lock:
+                if self.level and self._sleeping != set(TAGS):
+                    await self._release(self.level, "abort")
+
+        await self._run(release())
+
     async def _fall_asleep(self, body: dict[str, Any]) -> dict[str, Any]:
         handler, level = self._handler, int(body["level"])
         async with handler._pause_lock:
             label = getattr(handler, "_weight_version", None)
-            if "label" in body and str(label) != str(body["label"]):
-                # The caller gave up before the order came, and the worker serves again.
+            if str(label) != str(body["label"]):
                 return _make_refusal(f"its label is {label}, and not {body['label']}")
             if self.level not in (0, level):
                 return _make_refusal(f"it sleeps at level {self.level}: wake it first")
@@ -94,38 +127,51 @@ class SleepOrders:
             if refusals:
                 return _make_refusal(refusals[0])
             began = time.monotonic()
-            if self._sleeping != set(TAGS):
-                # From here on it counts as asleep: a failure leaves memory in an unknown state.
-                is_first = self.level == 0
-                self.level, self._sleeping, handler._paused = level, set(TAGS), True
-                self._has_weights = level == 1 and (is_first or self._has_weights)
-                await handler.engine_client.collective_rpc(
-                    "rollway_before_sleep", kwargs={"level": level}
-                )
-                await handler.engine_client.sleep(level, str(body["mode"]))
+            if self.level == 0:
+                taints = list(body["taints"])
+                is_kept = level == 1 and int(body["label"]) >= 0
+                self.kept = (int(body["label"]), taints) if is_kept else None
+                # First: if the engine fails now, nobody takes the worker for what it was.
+                handler._weight_version = body["leaving"]
+                await self._route_to([])
+                await asyncio.sleep(ROUTING_SECONDS)
+                await self._release(level, str(body["mode"]))
             seconds = time.monotonic() - began
             ranks = await self._read_ranks(0)
             return {"status": "ok", "seconds": seconds, "before": before, "ranks": ranks}
 
-    async def _wake(self, tags: list[str] | None) -> dict[str, Any]:
+    async def _wake(self) -> dict[str, Any]:
         async with self._handler._pause_lock:
-            wanted = [tag for tag in tags or TAGS if tag in self._sleeping]
-            if not self._has_weights and wanted and wanted != [WEIGHTS]:
-                return _make_refusal("its weights are gone: refit it")
-            before = await self._read_ranks(0)
-            began = time.monotonic()
-            if wanted:
-                try:
-                    await self._handler.engine_client.wake_up(wanted)
-                except Exception as error:  # noqa: BLE001 (it still sleeps, and may be woken again)
-                    return _make_refusal(f"{error} ({_describe(before)})")
-                self._sleeping -= set(wanted)
-            if not self._sleeping:
-                # vLLM resumes by itself once all memory is back.
-                self.level, self._has_weights, self._handler._paused = 0, True, False
-            seconds = time.monotonic() - began
-            ranks = await self._read_ranks(0)
-            return {"status": "ok", "seconds": seconds, "before": before, "ranks": ranks}
+            if not self.level:
+                return {"status": "ok", "is_awake": True}
+            if self.kept is None:
+                # Only a refit brings it back.
+                return {"status": "ok", "is_awake": False, "level": self.level}
+            reply, level = await self._restore(list(self._sleeping)), self.level
+            version, taints = self.kept
+            self.level, self.kept, self._handler._paused = 0, None, False
+            await self._route_to(taints)
+            # Last: a worker that is labelled with a version serves it.
+            self._handler._weight_version = version
+            return {"status": "ok", "version": version, "level": level, **reply}
+
+    async def _release(self, level: int, mode: str) -> None:
+        client = self._handler.engine_client
+        # From here on it counts as asleep: a failure leaves memory in an unknown state.
+        self.level, self._sleeping, self._handler._paused = level, set(TAGS), True
+        await client.collective_rpc("rollway_before_sleep", kwargs={"level": level})
+        await client.sleep(level, mode)
+
+    async def _restore(self, tags: list[str]) -> dict[str, Any]:
+        """Restore the memory of pools. vLLM resumes by itself once all memory is back."""
+        before, began = await self._read_ranks(0), time.monotonic()
+        try:
+            await self._handler.engine_client.wake_up(tags)
+        except Exception as error:  # it still sleeps, and may be woken again
+            raise RuntimeError(f"{error} ({_describe(before)})") from error
+        self._sleeping -= set(tags)
+        seconds = time.monotonic() - began
+        return {"seconds": seconds, "before": before, "ranks": await self._read_ranks(0)}
 
     async def _read_ranks(self, level: int) -> list[dict[str, Any]]:
         client = self._handler.engine_client
@@ -134,14 +180,19 @@ class SleepOrders:
         )
         return ranks
 
-    async def _run(self, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    async def _answer(self, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        try:
+            reply: dict[str, Any] = await self._run(work)
+        except Exception as error:  # noqa: BLE001 (it goes into the answer)
+            return {"status": "error", "message": str(error) or type(error).__name__}
+        return reply
+
+    async def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run to the end, also if the caller is gone."""
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        try:
-            return await asyncio.shield(task)
-        except Exception as error:  # noqa: BLE001 (it goes into the answer)
-            return {"status": "error", "message": str(error) or type(error).__name__}
+        return await asyncio.shield(task)
 
 
 def _describe(ranks: list[dict[str, Any]]) -> str:

@@ -31,6 +31,10 @@ POLL_MICROSECONDS = 1000
 """After this time NIXL's thread looks for work even without an event; it rounds up to 1 ms."""
 COMPUTED_AT = "rollway_computed_at"
 """The field of vLLM's `kv_transfer_params` with the time at which the blocks were computed."""
+COMPUTED_FOR = "rollway_computed_for"
+"""The field with the version that computed them. An engine without a label names none."""
+VERSION_FIELD = "rollway_version"
+"""Where vLLM's `Request` has the version of which the engine was when it admitted the request."""
 
 
 def rest_between_polls() -> None:
@@ -76,6 +80,7 @@ def watch(engine: Any) -> None:
         held, params = finish(request, blocks)
         if params:
             params[COMPUTED_AT] = time.time()
+            params[COMPUTED_FOR] = getattr(request, VERSION_FIELD, None)
         return held, params
 
     def get_num_new_matched_tokens(request: Any, computed: int) -> Any:
@@ -100,6 +105,12 @@ def get_age(request: Any) -> float:
     was."""
     computed_at = (request.kv_transfer_params or {}).get(COMPUTED_AT)
     return 0.0 if computed_at is None else time.time() - computed_at
+
+
+def is_computed_for(request: Any, version: int) -> bool:
+    """Return whether this engine computes the prompt itself, or gets KV of that version."""
+    params = request.kv_transfer_params or {}
+    return not params.get("do_remote_prefill") or params.get(COMPUTED_FOR) == version
 
 
 def is_for_decode_worker(request: Any) -> bool:

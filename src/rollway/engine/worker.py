@@ -1,75 +1,51 @@
-"""Rollway's methods in a vLLM worker: check weights, stage them, swap them in, verify them.
+"""Rollway's methods in a vLLM worker: stage weights, swap them in, verify them.
 
-vLLM adds this class to its worker (`--worker-extension-cls`), and Dynamo's `/engine` routes call
-its methods by name. These routes return no value, so a method raises if something is wrong: the
-caller then sees `status: error` and the message. Callers inside the engine's process get the
-values of `rollway_staging` and `rollway_swap`.
+vLLM adds this class to its worker (`--worker-extension-cls`). Orders call its methods by name
+(`engine/refit_orders.py`, `engine/core.py`), and so do Dynamo's `/engine` routes. These routes
+return no value, so a method raises if something is wrong: the caller then sees `status: error` and
+the message.
 
 The checks are needed because vLLM itself loads an incomplete checkpoint over the old weights and
 reports success, leaves a worker without weights if the path is wrong, and on CPU corrupts the
 experts of any MoE model it reloads.
 
-Anyone who reaches the engine's RPC could name any method of the worker. So everything that changes
-weights must be signed by the stack (offers, and the orders of `rollway_check` and `rollway_load`),
-and only the methods that `engine/rpc.py` lists are run.
+Anyone who reaches the engine's RPC could name any method of the worker. So offers of weights must
+be signed by the stack, and only the methods that `engine/rpc.py` lists are run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rollway.engine import core, incoming, rpc, transferred
+from rollway.engine import core, rpc, transferred
 from rollway.engine.adapters import get_adapters
-from rollway.engine.background import BackgroundTask
-from rollway.engine.drafts import Draft, split_draft
-from rollway.engine.fingerprint import Proof
-from rollway.engine.incoming import Incoming, get_reader
-from rollway.engine.kv_scales import KvScales, restore_scales, split_scales
-from rollway.engine.layers import explain_no_reload, find_unpacked, watch_loading
-from rollway.engine.memory import HostBuffers
-from rollway.engine.patching import set_served
-from rollway.engine.prime_rl_broadcast import BROADCAST, PrimeRlBroadcastReader, find_rank
+from rollway.engine.companions import Draft, KvScales, split_headers
+from rollway.engine.fingerprint import Proof, Reduce
+from rollway.engine.foreign_senders import BROADCAST, PrimeRlBroadcastReader, find_rank
+from rollway.engine.incoming import BackgroundTask, Incoming, get_reader, warm_up
+from rollway.engine.layers import explain_no_reload, find_unpacked
 from rollway.engine.sleep_mode import describe_memory, prepare_sleep, refuse_sleeping
 from rollway.engine.staging import Staging
-from rollway.signed_calls import OrderRefused, Verifier, keep_secret, read_stack_secret
+from rollway.signed_calls import keep_secret
 from rollway.weights.checkpoint import (
     TensorHeader,
-    check_checkpoint,
-    differences,
     explain_joined,
     read_headers,
-    refuse_differences,
 )
 from rollway.weights.offer import read_offer
 from rollway.weights.transports.base import Reader
-from rollway.weights.transports.files import read_tensors
 
-ORDER_SECONDS = 1800.0
-"""How old an order may be: an engine may be busy for a while before it runs one."""
 # vLLM imports this module in a worker's process before the worker runs its first call.
-_verifier = None
 if rpc.in_worker_process():
-    _verifier = Verifier(keep_secret(), fresh_seconds=ORDER_SECONDS)
+    keep_secret()
 
 
 class WorkerExtension:
     """Methods for `collective_rpc`; `self` is vLLM's worker."""
-
-    def rollway_check(self, order: dict[str, Any]) -> None:
-        """Raise if this worker could not serve a checkpoint. Changes nothing."""
-        arguments = _open_order("rollway_check", order)
-        check_servable(self, arguments["path"], allow_cast=arguments["allow_cast"])
-
-    def rollway_load(self, order: dict[str, Any]) -> None:
-        """Load a checkpoint, then compare the model's parameters with the files."""
-        arguments = _open_order("rollway_load", order)
-        load_checkpoint(self, arguments["path"], identity=arguments["identity"])
 
     def rollway_refuse(self) -> None:
         """Raise for a call that `engine/rpc.py` refused."""
@@ -86,48 +62,34 @@ class WorkerExtension:
         refuse_sleeping(_get_model(self))
         _refuse_unloadable(_get_model(self))
         earlier = _get_staging(self)
-        if earlier is not None and earlier.offer == weights and not earlier.has_failed:
-            earlier.notify_when_done(tell)
+        if earlier is not None and earlier.offer == weights and not earlier.task.has_failed:
+            earlier.task.notify_when_done(tell)
             return
         if earlier is not None:
             earlier.discard()
-        if not hasattr(self, "_rollway_receivers"):
-            self._rollway_receivers: dict[str, Reader] = {}
-        reader = get_reader(weights, self._rollway_receivers)
+        reader = get_reader(weights, _get_readers(self))
         reader.rank = self.rank  # type: ignore[attr-defined]
-        headers, scales = split_scales(reader.headers(weights))
-        new, draft = split_draft(headers)
+        new, draft, scales = split_headers(reader.headers(weights))
         from_files = weights.transport == "files"
         facts = (from_files, frozenset(new))
         if getattr(self, "_rollway_verifiable", None) != facts:  # it takes a while, every time
             _refuse_unverifiable(self, new, "rollway_stage", from_files=from_files)
             self._rollway_verifiable = facts
-        ranks, reduced = _find_ranks()
         policy_draft = Draft(self, draft, allow_cast) if draft else None
         cache = KvScales(self, scales) if scales else None
-        staging = Staging(
-            Incoming(self, reader, weights, new, ranks, reduced, policy_draft, cache),
-            _read_served_headers(self),
-            _get_host_buffers(self),
-            allow_cast=allow_cast,
-        )
-        staging.start()
-        staging.notify_when_done(tell)
+        reduced = _find_reduction()
+        incoming = Incoming(self, reader, weights, new, reduced, policy_draft, cache)
+        host = self.__dict__.setdefault("_rollway_host", [])
+        staging = Staging(incoming, _read_served_headers(self), host, allow_cast=allow_cast)
+        staging.task.notify_when_done(tell)
         self._rollway_staging: Staging | None = staging
 
     def rollway_staging(self, identity: str) -> dict[str, Any]:
         """Return how far the staging of these weights is; never raise."""
         staging = _get_staging(self)
         if staging is None or staging.offer.identity != identity:
-            error = f"weights {identity} are not staged here"
-            nothing = {"strategy": "", "reason": "", "seconds": {}, "bytes": 0}
-            return {"state": "failed", "error": error} | nothing
+            return {"state": "failed", "error": f"weights {identity} are not staged here"}
         return staging.report()
-
-    def rollway_staged(self, identity: str) -> None:
-        """Raise unless these weights are staged and verified; for callers that cannot receive the
-        value of `rollway_staging`."""
-        _find_staged(self, identity).check()
 
     def rollway_label(self, label: int | None) -> bool:
         """Return False: no engine of this process refuses requests by their version. Where one
@@ -195,51 +157,7 @@ class WorkerExtension:
 def start_warm_up(worker: Any) -> None:
     """Prepare for the first refit in the background; an error only means that it will be slower."""
     device = next(_get_model(worker).parameters()).device
-    worker._rollway_warm_up = BackgroundTask("the warm-up", incoming.warm_up, device)
-
-
-def check_servable(worker: Any, path: str, *, allow_cast: bool) -> None:
-    """Raise if this worker could not serve a checkpoint, or could not verify it afterwards."""
-    _refuse_unloadable(_get_model(worker))
-    headers, scales = split_scales(read_headers(Path(path)))
-    new, draft = split_draft(headers)
-    if draft or scales:
-        what = "weights of a draft model" if draft else "scales of a KV cache"
-        raise RuntimeError(f"{path} has {what}, which can only be staged with the policy's weights")
-    _refuse_unverifiable(worker, new, "rollway_check")
-    served = _read_served_headers(worker)
-    if served is not None:
-        refuse_differences(differences(new, served, allow_cast=allow_cast), path)
-
-
-def load_checkpoint(worker: Any, path: str, *, identity: str = "") -> None:
-    """Load a checkpoint into the serving model and verify it; the worker must be paused. Raise if
-    the files no longer have the given `identity`."""
-    check_servable(worker, path, allow_cast=True)  # the files may have changed since
-    refuse_sleeping(_get_model(worker))
-    # Whoever signed the order has decided whether the weights need a config beside them.
-    check = partial(check_checkpoint, Path(path), needs_config=False)
-    if identity and check(whole=False).identity != identity:
-        raise RuntimeError(f"{path} has other weights than the order names")
-    model = _get_model(worker)
-    proof = Proof(model)
-    set_served(worker, None)
-    with ThreadPoolExecutor(1) as pool, watch_loading(model, proof.measure_loaded):
-        # Hash the files while loading: it takes about as long as reading them.
-        intact = pool.submit(check)
-        worker.reload_weights(weights_iterator=proof.collect(read_tensors(Path(path))))
-        restore_scales(worker)
-        checkpoint = intact.result()
-    if identity and checkpoint.identity != identity:
-        raise RuntimeError(f"{path} changed while it was loaded")
-    proof.check(model, _find_ranks()[1])
-
-
-def _open_order(method: str, order: Any) -> dict[str, Any]:
-    try:
-        return (_verifier or Verifier(read_stack_secret())).open(method, order)
-    except OrderRefused as refusal:
-        raise RuntimeError(f"{method} is refused: {refusal}") from refusal
+    worker._rollway_warm_up = BackgroundTask("the warm-up", warm_up, device)
 
 
 def _get_staging(worker: Any) -> Staging | None:
@@ -248,9 +166,7 @@ def _get_staging(worker: Any) -> Staging | None:
 
 def _get_broadcast_reader(worker: Any) -> PrimeRlBroadcastReader:
     """Return the reader that holds this rank's place in the group of prime-rl's trainer."""
-    if not hasattr(worker, "_rollway_receivers"):
-        worker._rollway_receivers = {}
-    readers: dict[str, Reader] = worker._rollway_receivers
+    readers = _get_readers(worker)
     if BROADCAST not in readers:
         served = _read_served_headers(worker)
         if served is None:
@@ -266,11 +182,10 @@ def _get_broadcast_reader(worker: Any) -> PrimeRlBroadcastReader:
     return reader
 
 
-def _get_host_buffers(worker: Any) -> HostBuffers:
-    if not hasattr(worker, "_rollway_host_buffers"):
-        worker._rollway_host_buffers = HostBuffers()
-    buffers: HostBuffers = worker._rollway_host_buffers
-    return buffers
+def _get_readers(worker: Any) -> dict[str, Reader]:
+    """Return the readers that this worker has opened, by transport."""
+    readers: dict[str, Reader] = worker.__dict__.setdefault("_rollway_readers", {})
+    return readers
 
 
 def _find_staged(worker: Any, identity: str) -> Staging:
@@ -345,8 +260,8 @@ def _refuse_unloadable(model: torch.nn.Module) -> None:
         raise RuntimeError(why_not)
 
 
-def _find_ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the number of ranks that divide parameters, and a function that sums over them."""
+def _find_reduction() -> Reduce:
+    """Return a function that sums over the ranks that divide parameters."""
     from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group
 
     def total(local: torch.Tensor) -> torch.Tensor:
@@ -354,8 +269,7 @@ def _find_ranks() -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
         torch.distributed.all_reduce(whole, group=get_tp_group().device_group)
         return whole
 
-    ranks = get_tensor_model_parallel_world_size()
-    return ranks, torch.clone if ranks == 1 else total
+    return torch.clone if get_tensor_model_parallel_world_size() == 1 else total
 
 
 if rpc.in_worker_process():

@@ -22,9 +22,10 @@ from functools import partial
 from typing import Any
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet.admin import AdminAPI, NoSuchMethod, call_all, call_living, start_and_wait
-from rollway.fleet.discovery import Worker
+from rollway.fleet.admin import NoSuchMethod, call_all, call_living, start_and_wait
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.updates import STAGE_SECONDS
+from rollway.fleet.workers import Worker
 from rollway.weights.adapter import Adapter, attach_adapter, check_config, directory_of, served_name
 from rollway.weights.offer import Offer
 
@@ -53,7 +54,7 @@ class AdapterVersion:
 class Adapters:
     """The adapters that this process has loaded."""
 
-    def __init__(self, admin: AdminAPI, secret: str) -> None:
+    def __init__(self, admin: DynamoAdmin, secret: str) -> None:
         self._admin = admin
         self._secret = secret
         self._versions: dict[str, list[AdapterVersion]] = {}
@@ -162,7 +163,7 @@ class Adapters:
             raise UsageError(
                 f"{worker} cannot receive adapters: {error.message}",
                 "Start it with --worker-extension-cls rollway.engine.worker.WorkerExtension, or "
-                "load the adapter from files (AdminAPI.load_lora).",
+                "load the adapter from files (Fleet.admin.load_lora).",
             ) from error
 
     async def _serve(self, version: AdapterVersion, worker: Worker) -> None:

@@ -1,6 +1,12 @@
-"""The admin calls of a worker: the `AdminAPI` protocol, labels, errors, and calls on many workers.
+"""What the admin calls of a worker share: labels, facts, errors, and calls on many workers.
 
-`dynamo_admin` implements it for Dynamo's workers, `vllm_admin` for plain vLLM servers.
+    none, since v ◄── leaves service ── v ◄── enters service, last of all
+    (`leaving_label`)                   (its version)
+
+A worker has one label: its version while it serves one, else a negative number, or none at all
+before anybody has labelled it.
+
+`dynamo_admin` has the calls to Dynamo's workers, `vllm_admin` those to plain vLLM servers.
 """
 
 from __future__ import annotations
@@ -19,14 +25,16 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rollway.errors import AdminError, NoWorkers, RollwayError, UsageError
-from rollway.fleet.discovery import Worker, is_dead
+from rollway.errors import AdminError, RollwayError, UsageError
+from rollway.fleet.workers import Worker, is_dead
 from rollway.weights.offer import STILL
+
+if TYPE_CHECKING:
+    from rollway.fleet.dynamo_admin import DynamoAdmin
 
 T = TypeVar("T")
 W = TypeVar("W")
@@ -35,7 +43,10 @@ PauseMode = Literal["wait", "keep", "abort"]
 MAX_PARALLEL_CALLS = 128
 IN_DOUBT = -1
 """The label of a worker whose weights are unknown. Every negative label means that no version is
-served; see `unverified_label` and `leaving_label`."""
+served; see `leaving_label`."""
+UNVERIFIED = -2
+"""The label of a foreign worker that has loaded an update, and of which nobody knows yet whether it
+is the right one."""
 ASK_SECONDS = 0.5
 """The first wait before a worker that sent no notification is asked; later waits are longer."""
 
@@ -46,19 +57,15 @@ _NO_METHOD = "has no attribute '{0}'", "Method '{0}' is not implemented"
 
 
 class NoSuchMethod(AdminError):
-    """The worker lacks the route, or its engine lacks the method (no worker extension)."""
-
-
-class NoSuchOrder(NoSuchMethod):
-    """The worker takes no orders of this kind: it is moved by single calls."""
-
-
-class Asleep(AdminError):
-    """The worker sleeps, and its weights with it."""
+    """The worker lacks the route, or its engine lacks the method."""
 
 
 class RefitRefused(AdminError):
     """The worker did not begin a refit: it serves what it served before."""
+
+
+class StillAsleep(AdminError):
+    """The worker has new weights, but not the memory of its KV cache."""
 
 
 class OtherSecret(AdminError):
@@ -70,6 +77,19 @@ class AnotherProcess(AdminError):
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """What a worker says of itself."""
+
+    label: int | None
+    """Its version, None if nobody has labelled it, or a negative number while it serves none."""
+    enforces: bool = False
+    """Whether its engine refuses requests of other versions, so that its answers are stamped."""
+    sleep_level: int = 0
+    is_paused: bool = False
+    """Whether it is paused, and neither asleep nor in a refit."""
+
+
+@dataclass(frozen=True, slots=True)
 class StageReply:
     """What a worker answers to the order to stage weights."""
 
@@ -77,129 +97,7 @@ class StageReply:
     ranks: Sequence[Mapping[str, Any]]
     """The state of the weights in every rank; empty if the worker is still starting and has staged
     nothing."""
-
-
-class AdminAPI(Protocol):
-    """The admin calls of a worker. Each raises `AdminError` with the worker and the reason."""
-
-    taints: bool
-    """Whether a router respects `set_taints`."""
-
-    def pin(self) -> AbstractAsyncContextManager[AdminAPI]:
-        """Return a client for one worker that is pinned to one connection. Once that breaks, its
-        calls fail: they never reach another process at the same address."""
-        ...
-
-    async def health(self, worker: Worker) -> bool: ...
-
-    async def pause(
-        self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
-    ) -> None:
-        """Stop generating. `wait` lets running requests finish, `keep` freezes them, `abort` ends
-        running and queued ones. Blocks of one policy must not serve the next, so the KV cache is
-        cleared by default."""
-        ...
-
-    async def resume(self, worker: Worker) -> None: ...
-
-    async def flush_cache(self, worker: Worker) -> None:
-        """Drop cached prefixes, except blocks that running requests hold."""
-        ...
-
-    async def update_from_disk(self, worker: Worker, path: Path, version: int) -> None:
-        """Load a checkpoint directory by the engine's own method. The worker must be paused."""
-        ...
-
-    async def update_distributed(
-        self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]
-    ) -> None:
-        """Run an engine method that receives weights. The worker must be paused."""
-        ...
-
-    async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
-        """Run an engine method that changes no weights; raise `NoSuchMethod` if it is missing."""
-        ...
-
-    async def init_group(
-        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
-    ) -> None:
-        """Join a group for weight transfer; the trainer must join it at the same time."""
-        ...
-
-    async def load_lora(
-        self, worker: Worker, name: str, path: Path, *, fresh: bool = False
-    ) -> int | None:
-        """Load an adapter; reload it if the name is in use. `fresh` promises that this name and
-        path never stood for other weights, so neither a reload nor a cache flush is needed. Return
-        the engine's number of the adapter, or None if the engine does not report it."""
-        ...
-
-    async def unload_lora(self, worker: Worker, name: str) -> None: ...
-
-    async def weight_version(self, worker: Worker) -> int | None:
-        """Return the worker's label: its version, None if it never declared one, or a negative
-        number while it serves no known version."""
-        ...
-
-    def enforces_versions(self, worker: Worker) -> bool:
-        """Return whether the worker's engine refuses requests of other versions than its own, as
-        its last answer to `weight_version` or `stage` says."""
-        ...
-
-    def takes_refits(self, worker: Worker) -> bool:
-        """Return whether the worker runs a whole `refit`, as its last answer to `stage` says."""
-        ...
-
-    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
-        """Have a worker stage weights, and return its answer when that has ended, or after the
-        order's `seconds`. May be repeated. Raise `NoSuchOrder` if it takes no such order."""
-        ...
-
-    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Have a worker move to its staged weights, and return its report. Raise `RefitRefused` if
-        it has not begun, and `AnotherProcess` if it is gone."""
-        ...
-
-    async def cancel_refit(self, worker: Worker) -> None:
-        """End a refit that still waits for running requests; it is then refused."""
-        ...
-
-    async def declare_version(self, worker: Worker, version: int) -> None:
-        """Set the label only; `IN_DOUBT` means that the worker's weights are unknown."""
-        ...
-
-    async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
-        """Set the taints: the router sends requests here that require one of them, or none."""
-        ...
-
-    async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
-        """Return the memory of every rank; with a level, also why it may not sleep at it. Raise
-        `NoSuchMethod` where a worker cannot report it."""
-        ...
-
-    async def sleep(
-        self, worker: Worker, level: int = 1, mode: PauseMode = "wait", label: int | None = None
-    ) -> dict[str, Any]:
-        """Stop generating, drop the KV cache and release memory. Level 1 keeps the weights in the
-        host's memory, level 2 forgets them. A worker with another label than `label` refuses: an
-        order that arrives late must not stop a worker that serves. Return seconds, and the memory
-        before and after."""
-        ...
-
-    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        """Take memory back: `weights`, `kv_cache`, or all. With all of it the worker generates.
-        Return the same as `sleep`."""
-        ...
-
-    def sleep_level(self, worker: Worker) -> int:
-        """Return the level at which a worker sleeps, as its last answer to `weight_version` says;
-        0 if it is awake."""
-        ...
-
-    def is_paused(self, worker: Worker) -> bool:
-        """Return whether a worker is paused, and neither asleep nor in a refit, as its last answer
-        to `weight_version` says."""
-        ...
+    sleep_level: int = 0
 
 
 async def call_all(
@@ -259,7 +157,7 @@ Call = tuple[str, Mapping[str, Any]]
 
 
 async def start_and_wait(
-    admin: AdminAPI,
+    admin: DynamoAdmin,
     worker: Worker,
     start: Call,
     check: Callable[[], Awaitable[None]],
@@ -318,35 +216,14 @@ def as_usage_error(error: AdminError) -> RollwayError:
     return UsageError(error.message, error.hint) if is_refusal else error
 
 
-def silent_workers_error(silent: Sequence[Worker], listed: int) -> AdminError:
-    reasons = "; ".join(f"{worker}: {worker.error}" for worker in silent)
-    return AdminError(
-        f"{len(silent)} of {listed} workers do not answer: {reasons}.",
-        "Wait until they recover or leave (a dead worker is listed for about 10 s).",
-    )
-
-
-def no_workers_error(source: object) -> NoWorkers:
-    return NoWorkers(
-        f"No RL worker is listed at {source}.",
-        "Start workers with --enable-rl; the mocker engine has no admin routes.",
-    )
-
-
-def unverified_label(version: int) -> int:
-    """Return the label of a worker that has loaded a version and has not entered service yet."""
-    return IN_DOUBT - 1 - 2 * version
-
-
 def leaving_label(version: int) -> int:
-    """Return the label of a worker that left service and has generated nothing since `version`."""
-    return IN_DOUBT - 2 - 2 * version
+    """Return the label of a worker that has served nothing since `version`."""
+    return UNVERIFIED - 1 - version
 
 
 def version_left(label: int | None) -> int | None:
     """Return the version of a `leaving_label`; None for any other label."""
-    is_leaving = label is not None and label <= leaving_label(0) and label % 2 == 1
-    return (leaving_label(0) - label) // 2 if is_leaving and label is not None else None
+    return None if label is None or label >= UNVERIFIED else UNVERIFIED - 1 - label
 
 
 def parse_label(label: Any) -> int | None:

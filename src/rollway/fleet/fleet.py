@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,25 +17,36 @@ from typing import Any, get_args
 
 from rollway.errors import AdminError, RollwayError, UsageError
 from rollway.fleet.adapters import Adapters
-from rollway.fleet.admin import AdminAPI, PauseMode, call_all, call_living, run_to_the_end
-from rollway.fleet.canary import Answer, Ask, CanaryCheck
-from rollway.fleet.discovery import RlListing, Source, Worker
+from rollway.fleet.admin import (
+    Facts,
+    PauseMode,
+    call_all,
+    call_living,
+    leaving_label,
+    run_to_the_end,
+    version_left,
+)
 from rollway.fleet.dynamo_admin import DynamoAdmin
-from rollway.fleet.labels import Labels
-from rollway.fleet.membership import POLL_SECONDS, Membership, refuse_silent
+from rollway.fleet.foreign import Answer, Ask, CanaryCheck
 from rollway.fleet.recording import DriverHistory, RefitRecording
-from rollway.fleet.refit import Refit, Supervised
+from rollway.fleet.refit import Observer, Refit, Replace, Supervised, split_in_stages
 from rollway.fleet.report import RefitMode, RefitReport, SleepReport
-from rollway.fleet.service import Service
 from rollway.fleet.sleep import Sleeper, asleep_error
-from rollway.fleet.stages import split_in_stages
 from rollway.fleet.updates import Recipes, Update, Weights
-from rollway.fleet.worker_refit import Observer, RefitPlan, Replace
+from rollway.fleet.workers import (
+    POLL_SECONDS,
+    Membership,
+    RlListing,
+    Source,
+    Worker,
+    no_workers_error,
+    refuse_silent,
+)
 from rollway.http import Http
 from rollway.observe.traces import Tracer
 from rollway.signed_calls import read_stack_secret
 from rollway.spec import AdminTimeouts
-from rollway.versions import FleetVersions, Ticket, VersionRecord
+from rollway.versions import FleetVersions, Ticket, VersionRecord, taint_of
 from rollway.weights.checkpoint import check_checkpoint
 from rollway.weights.offer import Offer
 
@@ -42,6 +54,10 @@ log = logging.getLogger(__name__)
 
 Guard = Callable[[], AbstractAsyncContextManager[Any]]
 """Returns a lock that keeps refits of one fleet apart, also those of several processes."""
+ROUTING_SECONDS = 0.05
+"""A router may still send requests that it placed before it received new taints (10 to 30 ms
+measured)."""
+_REFRESH_SECONDS = 1.0
 
 
 class Fleet:
@@ -54,7 +70,7 @@ class Fleet:
         *,
         model: str | None = None,
         timeouts: AdminTimeouts | None = None,
-        admin: AdminAPI | None = None,
+        admin: DynamoAdmin | None = None,
         roots: Sequence[Path] = (),
         reference: Path | None = None,
         canary: Ask | None = None,
@@ -67,14 +83,14 @@ class Fleet:
         self.model = model
         self.versions = FleetVersions()
         self._secret = read_stack_secret() if secret is None else secret
-        self.admin: AdminAPI = admin or DynamoAdmin(http, timeouts, self._secret)
+        self.admin: DynamoAdmin = admin or DynamoAdmin(http, timeouts, self._secret)
         self.membership = Membership(
             http,
             RlListing(source) if isinstance(source, str) else source,
             model,
             note_roles=self.versions.note_roles,
         )
-        self._labels = Labels(self.admin, self.versions, self.membership, record)
+        self._refreshed_at = float("-inf")
         self.observer: Observer | None = None
         """Called with each step of a refit and its worker, before the step."""
         self.history: DriverHistory | None = None
@@ -129,9 +145,7 @@ class Fleet:
             self.versions.close(is_pause=True)
             try:
                 for stage in split_in_stages(workers, mode, lambda worker: worker.role):
-                    await call_living(
-                        stage, lambda w: self._service_of(w).pause(mode, clear_cache=clear_cache)
-                    )
+                    await call_living(stage, lambda w: self._pause(w, mode, clear_cache))
             except BaseException:
                 await run_to_the_end(self._undo_pause(workers))
                 raise
@@ -146,10 +160,10 @@ class Fleet:
         async with self._lock, self._guard():
             workers = await self.workers()
             answering = [worker for worker in workers if worker.error is None]
-            labels = await self._labels.read_from(answering)
-            asleep = [w for w in answering if self.admin.sleep_level(w)]
+            facts = await self._read_facts(answering)
+            asleep = [w for w in answering if facts[w.instance_id].sleep_level]
             awake = [w for w in answering if w not in asleep]
-            doubtful = [w for w in awake if (labels[w.instance_id] or 0) < 0]
+            doubtful = [w for w in awake if (facts[w.instance_id].label or 0) < 0]
             try:
                 await call_living([w for w in awake if w not in doubtful], self._put_back)
             finally:
@@ -168,11 +182,24 @@ class Fleet:
         await call_all(workers, self._put_back)
         self.versions.open()
 
-    async def _put_back(self, worker: Worker) -> None:
-        await self._service_of(worker).put_back()
+    async def _pause(self, worker: Worker, mode: PauseMode, clear_cache: bool) -> None:
+        await self.admin.set_taints(worker, [])
+        if mode == "keep":
+            await self.admin.pause(worker, mode, clear_cache=clear_cache)
+            return
+        await self.admin.pause(worker, mode, clear_cache=False)
+        # Requests that a router sent meanwhile would hang until the resume. With prefill and decode
+        # apart, some may wait for KV, and vLLM does not clear its cache then.
+        await asyncio.sleep(ROUTING_SECONDS)
+        await self.admin.pause(worker, "abort", clear_cache=clear_cache)
 
-    def _service_of(self, worker: Worker) -> Service:
-        return Service(self.admin, self.versions, worker)
+    async def _put_back(self, worker: Worker) -> None:
+        """Resume a worker with the version that its label declares. One that a refit has left
+        between two versions is never resumed."""
+        label = (await self.admin.read(worker)).label
+        if label is None or label >= 0:
+            await self.admin.resume(worker)
+            await self.admin.set_taints(worker, [] if label is None else [taint_of(label)])
 
     async def sleep(self, level: int = 1, mode: PauseMode = "wait") -> SleepReport:
         """Let every worker release its memory, until `wake` or the next refit.
@@ -197,7 +224,7 @@ class Fleet:
             NoWorkers: no worker is listed.
         """
         async with self._lock, self._guard():
-            self._labels.learn_claims()
+            self._learn_claims()
             return await self._sleeper.sleep(await self.membership.list_answering(), level, mode)
 
     async def wake(self) -> SleepReport:
@@ -214,7 +241,7 @@ class Fleet:
                 asleep, and may be woken again.
         """
         async with self._lock, self._guard():
-            self._labels.learn_claims()
+            self._learn_claims()
             workers = await self.workers()
             report = await self._sleeper.wake([w for w in workers if w.error is None])
             await refuse_silent(workers)
@@ -240,7 +267,36 @@ class Fleet:
             NoWorkers: no worker is listed.
             Unreachable: the RL worker listing does not answer.
         """
-        return await self._labels.read_all()
+        versions, learned = self.versions, self.versions.learned
+        workers = await self.membership.workers(fresh=True)
+        if not workers:
+            raise no_workers_error(self.membership.source)
+        facts = await self._read_facts(workers)
+        labels = {instance: each.label for instance, each in facts.items()}
+        # A refit of this process knows better than labels that were read while it ran.
+        if versions.learned == learned and not versions.changing:
+            versions.learn(
+                {i: label for i, label in labels.items() if label is not None and label >= 0},
+                [i for i, each in facts.items() if each.sleep_level],
+                [i for i, each in facts.items() if each.is_paused],
+            )
+            # Of workers that sleep, or that a refit is about to change: no version goes back.
+            for label in labels.values():
+                if (version := version_left(label)) is not None:
+                    versions.note_served(version)
+        return labels
+
+    async def _read_facts(self, workers: Sequence[Worker]) -> dict[int, Facts]:
+        """Return what these workers say of themselves, by their ids; nothing is known of those that
+        do not answer."""
+        answering = [worker for worker in workers if worker.error is None]
+        results = await call_all(answering, self.admin.read)
+        facts = {worker.instance_id: Facts(None) for worker in workers}
+        for worker, result in zip(answering, results, strict=True):
+            if isinstance(result, Facts):
+                facts[worker.instance_id] = result
+                self.versions.note_facts(worker.instance_id, is_foreign=not result.enforces)
+        return facts
 
     async def is_paused(self, worker: Worker) -> bool:
         """Return whether a worker was paused when its version was last read, and not by a refit.
@@ -251,16 +307,49 @@ class Fleet:
         Returns:
             Whether it is paused; `resume` resumes it.
         """
-        return self.admin.is_paused(worker)
+        return worker.instance_id in self.versions.paused
 
     async def refresh(self, *, now: bool = False) -> None:
         """Read the versions again, at most once a second unless `now`; never raise."""
-        await self._labels.refresh(now=now)
+        if not now and time.monotonic() - self._refreshed_at < _REFRESH_SECONDS:
+            return
+        self._refreshed_at = time.monotonic()
+        try:
+            await self.read_versions()
+        except RollwayError as error:
+            log.debug("versions cannot be read: %s", error.message)
 
     async def still_serves(self, ticket: Ticket, instance: int | None) -> bool:
-        """Return whether the worker that has just answered still serves the ticket's version; with
-        `instance` None, whether all workers do."""
-        return await self._labels.still_serves(ticket, instance)
+        """Return whether a foreign worker that has just answered has served the ticket's version
+        all the time; with `instance` None, whether all workers have (see `fleet.foreign`)."""
+        if not self.versions.has_served(ticket, instance):
+            return False
+        assert ticket.version is not None
+        accepted = {ticket.version, leaving_label(ticket.version)}
+        try:
+            # Any worker may have given an answer without a name, even one that joined a moment ago
+            # and is missing from a recent listing.
+            listed = await self.membership.workers(fresh=instance is None)
+            candidates = [w for w in listed if instance in (None, w.instance_id)]
+            labels = [(await self.admin.read(worker)).label for worker in candidates]
+        except RollwayError:
+            return False  # without an answer nothing is known, and the rollout is repeated
+        # An update may have been issued while the worker was asked.
+        is_same = bool(labels) and accepted.issuperset(labels)
+        return is_same and self.versions.has_served(ticket, instance)
+
+    async def _is_any_behind(self) -> bool:
+        """Return whether a worker that answers is not known to serve the current version."""
+        served, current = self.versions.by_worker, self.versions.newest
+        return any(
+            worker.error is None and (current is None or served.get(worker.instance_id) != current)
+            for worker in await self.membership.workers(fresh=False)
+        )
+
+    def _learn_claims(self) -> None:
+        """Learn the versions that other processes have claimed, before this one changes weights."""
+        if self._record is not None:
+            self.versions.learn_claims(self._record.claims())
 
     async def refit(
         self,
@@ -303,7 +392,7 @@ class Fleet:
         number, weights = _split_version(version, update)
         chosen = await self._recipes.make_update(weights, allow_cast, needs_config)
         async with self._wait_for_turn(), self._guard():
-            self._labels.learn_claims()
+            self._learn_claims()
             version = await self.choose_version("") if number is None else number
             async with self._run(version, chosen, expected) as (refit, recording):
                 refit.mode, refit.share = mode, share
@@ -316,13 +405,13 @@ class Fleet:
     @property
     def next_version(self) -> int:
         """A version that is above all that this process knows, and all that others claimed."""
-        self._labels.learn_claims()
+        self._learn_claims()
         return self.versions.choose_version("")
 
     async def choose_version(self, identity: str) -> int:
         """Return the version for a refit to these weights, for a trainer that repeats its steps:
         the newest version if it names them already, else a new one."""
-        self._labels.learn_claims()
+        self._learn_claims()
         if self.versions.newest is None:
             await self.read_versions()
         return self.versions.choose_version(identity)
@@ -378,15 +467,15 @@ class Fleet:
             RefitError: a worker could not be brought to the version.
         """
         async with self._lock, self._guard():
-            self._labels.learn_claims()
+            self._learn_claims()
             await self.read_versions()
-            version = self.versions.newest
+            version = self._recipes.find_newest(self.versions.newest)
             update = None if version is None else self._recipes.find(version)
             if version is None or update is None or not update.repeatable:
                 return None
-            if any(map(self.admin.sleep_level, await self.workers(fresh=False))):
+            if self.versions.asleep:
                 return None  # their memory is somebody else's now, and so may a joiner's be
-            if not await self._labels.is_any_behind():
+            if not await self._is_any_behind():
                 return None
             async with self._run(version, update) as (refit, recording):
                 refit.mode, refit.skip = "rolling", frozenset(self._doubtful)
@@ -395,7 +484,7 @@ class Fleet:
     async def watch(self, seconds: float = POLL_SECONDS) -> None:
         """Notice joins and leaves, and admit workers that join, until cancelled."""
         while True:
-            if await self._look_around() and await self._labels.is_any_behind():
+            if await self._look_around() and await self._is_any_behind():
                 try:
                     await self.admit()
                 except RollwayError as error:
@@ -459,20 +548,17 @@ class Fleet:
     ) -> AsyncIterator[tuple[Refit, RefitRecording]]:
         """Make a refit, and remember afterwards which workers it left in doubt."""
         recording = RefitRecording(version, self.observer, self.history, self.tracer)
-        plan = RefitPlan(
+        refit = Refit(
             self.admin,
             self.versions,
             update,
             version,
-            canaries=None if self._canary is None else CanaryCheck(self._canary, expected),
-            replace=self._replace,
-            observer=recording.note_step,
-        )
-        refit = Refit(
-            plan,
             self.membership,
             self._supervised,
             is_awaited=lambda: self._waiting > 0,
+            canaries=None if self._canary is None else CanaryCheck(self._canary, expected),
+            replace=self._replace,
+            observer=recording.note_step,
             record=None if self._record is None else self._record.claim,
         )
         try:

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import RefitError
-from rollway.fleet.discovery import Worker
-from rollway.fleet.membership import Changes
-from rollway.fleet.refit import Refit
+from rollway.fleet.refit import Observer, Refit
 from rollway.fleet.report import RefitReport, WorkerReport
 from rollway.fleet.updates import FromDisk, Offered, Update
-from rollway.fleet.worker_refit import Observer
+from rollway.fleet.workers import Changes, Worker
 from rollway.observe import steps
 from rollway.observe.metrics_endpoint import serve_if_asked
 from rollway.observe.record import Recorder
@@ -143,10 +141,10 @@ class RefitRecording:
             report = await work
         except BaseException as error:
             report = error.report if isinstance(error, RefitError) else refit.make_report()
-            self._finish(refit.plan.update, report, error)
+            self._finish(refit.update, report, error)
             raise
         if report.workers:  # otherwise nobody was behind
-            self._finish(refit.plan.update, report, None)
+            self._finish(refit.update, report, None)
         return report
 
     def _finish(self, update: Update, report: RefitReport, error: BaseException | None) -> None:

@@ -2,24 +2,41 @@
 
     check the weights ─► every worker checks, stages ─► claim the version    refused: discard, raise
                                                              │
-    for one group of workers at a time, and in it one role after the other (`stages`):
+    for one group of workers at a time, and in it one role after the other (`split_in_stages`):
                                                              ▼
-      workers that take orders: one order each, at the same time (`worker_order`); the others:
-      all leave the routing and pause ─────────────────► a pause failed: restore all, raise
-                             │
-      each worker by itself: ▼
-      update ─► flush KV ─► verify ─► abort late requests ─► enter the routing ─► resume ─► label
-              └─ any failure: it stays paused, outside the routing, in doubt; replaced if supervised
-                             │
+       managed workers: one order each, at the same time    (`worker_refit`)
+       foreign workers: pause all, then update each         (`foreign`)
+                                                             │
+       who fails stays paused, without a version; replaced if supervised
+                                                             │
     somebody joined meanwhile: list again, move them, in a bounded number of passes
-                             │
+                                                             │
     at the end, however it ended: discard updates that are staged and were not applied
 
 `catch_up` takes workers that join between refits through the same steps, each by itself, and looks
-for more while it does.
+for more while it does. Nothing is sent twice to a worker once an update was issued to it.
 
-`rollway.fleet.worker_refit` has the steps of one worker.
-Nothing is sent twice to a worker once an update was issued to it.
+With prefill and decode apart, the workers of one role change weights together:
+
+    wait:   prefill pool ─────► decode pool         prefill workers drain: decode workers, which
+                                                    still serve, fetch all KV that they hold
+    abort:  decode pool ──────► prefill pool        decode workers drop what they have and wait
+                                 release            for; nobody reads the prefill pool's blocks
+                                                    any more, so they are released at once
+
+A decode worker samples a request with the KV that a prefill worker computed, so both must have the
+version that the request names. Four rules hold that together:
+
+1. The router sends a request only to workers with the taint of its version, in both pools.
+2. Each engine admits a request only if its cache salt names the version that the engine has, and a
+   decode engine only KV that was computed for that version; if it refuses one, it tells the prefill
+   worker to release its blocks.
+3. A prefill engine swaps only when it holds no blocks for others: what is fetched from it was
+   computed by the weights that it has.
+4. A version counts as served when both pools have a worker on it (`FleetVersions.is_served`).
+
+`keep` is refused: a decode worker would compute a frozen request's prompt again by itself, while
+transfers of other requests are in flight, and vLLM does not clear its cache then.
 """
 
 from __future__ import annotations
@@ -27,45 +44,83 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TypeVar
 
 from rollway.errors import AdminError, RollwayError, UsageError
+from rollway.fleet import foreign
 from rollway.fleet.admin import (
     OtherSecret,
     PauseMode,
     collect_failures,
-    no_workers_error,
     run_to_the_end,
+)
+from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.foreign import CanaryCheck
+from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
+from rollway.fleet.updates import Update
+from rollway.fleet.worker_refit import WorkerRefit
+from rollway.fleet.workers import (
+    LOOK_SECONDS,
+    Membership,
+    Worker,
+    is_dead,
+    no_workers_error,
     silent_workers_error,
 )
-from rollway.fleet.discovery import Worker, is_dead
-from rollway.fleet.membership import CLOSE_LOOK_SECONDS, Membership
-from rollway.fleet.report import RefitMode, RefitReport, WorkerReport, refit_error
-from rollway.fleet.stages import Stage, split_in_shares, split_in_stages
-from rollway.fleet.worker_refit import RefitPlan, WorkerRefit
+from rollway.versions import FleetVersions
 
 log = logging.getLogger(__name__)
+
+W = TypeVar("W")
+GetRole = Callable[[W], str]
+Observer = Callable[[str, Worker], Awaitable[None]]
+"""Called with the name of each step and its worker, before the step. The names, in order:
+preflight, pause, update, flush, verify, open, resume."""
+Replace = Callable[[Worker], Awaitable[bool]]
+"""Stops a worker so that its supervisor restarts it; False if it has no supervisor."""
+Supervised = Callable[[Worker], bool]
 
 MAX_PASSES = 3
 LONGEST_JOIN_SECONDS = 60.0
 """For how long an admission takes joiners along; others that want the fleet wait meanwhile."""
 DISCARD_SECONDS = 10.0
 """The longest time that discarding staged updates may add to a refit."""
-
-Supervised = Callable[[Worker], bool]
 ANSWER_SECONDS = 15.0
 """How long a listed worker may fail to answer; a dead worker is listed for about 10 s."""
 PENDING = ("untouched", "joining")
 """States of workers that this refit has not moved and may still move."""
+_DRAINING = ("", "prefill", "decode")
+_DROPPING = ("", "decode", "prefill")
+
+
+def split_in_stages(workers: Sequence[W], mode: str, get_role: GetRole[W]) -> list[list[W]]:
+    """Return the workers by role, in the order in which the roles change weights."""
+    order = _DROPPING if mode == "abort" else _DRAINING
+    stages = ([w for w in workers if get_role(w) == role] for role in order)
+    return [stage for stage in stages if stage]
+
+
+def split_in_shares(workers: Sequence[W], share: float, get_role: GetRole[W]) -> list[list[W]]:
+    """Return groups with a share of the workers of each role."""
+    chunks = []
+    for stage in split_in_stages(workers, "wait", get_role):
+        size = max(1, min(len(stage) - 1, round(len(stage) * share)))
+        chunks.append([stage[start : start + size] for start in range(0, len(stage), size)])
+    return [[worker for part in parts for worker in part or ()] for parts in zip_longest(*chunks)]
 
 
 @dataclass(slots=True)
 class Refit:
     """One run of the protocol over the whole fleet."""
 
-    plan: RefitPlan
+    admin: DynamoAdmin
+    versions: FleetVersions
+    update: Update
+    version: int
     membership: Membership
     supervised: Supervised
     """Whether a supervisor labels a worker once it is ready."""
@@ -75,6 +130,9 @@ class Refit:
     """Workers that `catch_up` leaves alone, because an update to them has failed."""
     is_awaited: Callable[[], bool] = lambda: False
     """Whether another refit waits for this one; then it takes no more joiners along."""
+    canaries: CanaryCheck | None = None
+    replace: Replace | None = None
+    observer: Observer | None = None
     record: Callable[[int, str], None] | None = None
     """Records for other processes which weights a version names."""
     is_claimed: bool = False
@@ -86,8 +144,8 @@ class Refit:
 
     async def run(self) -> RefitReport:
         """Move all workers to the version; raise unless every live worker serves it."""
-        await self.plan.update.prepare()
-        if self.mode == "rolling" and not self.plan.update.repeatable:
+        await self.update.prepare()
+        if self.mode == "rolling" and not self.update.repeatable:
             raise UsageError(
                 "These weights can be sent only once, to all workers at the same time.",
                 "Refit with mode pause-all or in-flight.",
@@ -96,7 +154,7 @@ class Refit:
             workers = await self._list_and_preflight()
             self._check_mode(workers)
             self._claim()
-            workers = await self._keep_current(workers)
+            workers = self._skip_current(workers)
             trouble: RollwayError | None = None
             with self._changing():
                 try:
@@ -112,8 +170,8 @@ class Refit:
     async def catch_up(self) -> RefitReport:
         """Move workers that are behind to a version that others already serve, and beside them
         those that join meanwhile: none waits for the refit of another."""
-        await self.plan.update.prepare()
-        self.plan.versions.check_identity(self.plan.version, self.plan.update.identity)
+        await self.update.prepare()
+        self.versions.check_identity(self.version, self.update.identity)
         # The versions were read a moment ago, with a listing.
         behind = await self._list_behind(fresh=False)
         if not behind:
@@ -125,7 +183,7 @@ class Refit:
                     while behind or any(not move.done() for move in moves):
                         self.passes += bool(behind)
                         moves += [asyncio.create_task(self._move_joiner(each)) for each in behind]
-                        await asyncio.wait(moves, timeout=CLOSE_LOOK_SECONDS)
+                        await asyncio.wait(moves, timeout=LOOK_SECONDS)
                         is_late = time.monotonic() - self._began > LONGEST_JOIN_SECONDS
                         behind = [] if is_late else await self._list_more()
                 except BaseException:
@@ -208,7 +266,7 @@ class Refit:
             silent = [worker for worker in listed if worker.error is not None]
             # An empty list is final only if there never was a worker: a frontend that restarts
             # lists none for a moment.
-            if not listed and not self.plan.versions.by_worker:
+            if not listed and not self.versions.by_worker:
                 break
             if listed and not silent:
                 return [self._track(worker) for worker in listed]
@@ -234,9 +292,9 @@ class Refit:
         tracked = self.workers.get(worker.instance_id)
         if tracked is None:
             report, is_supervised = WorkerReport(worker.instance_id), self.supervised(worker)
-            tracked = WorkerRefit(self.plan, worker, report, is_supervised=is_supervised)
+            tracked = WorkerRefit(self, worker, report, is_supervised)
             self.workers[worker.instance_id] = tracked
-        tracked.service.worker = worker  # as it was last listed
+        tracked.worker = worker  # as it was last listed
         return tracked
 
     async def _preflight(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
@@ -261,7 +319,7 @@ class Refit:
     async def _list_behind(self, *, fresh: bool = True) -> list[WorkerRefit]:
         """Return workers that are not on the version and that this refit has not touched."""
         # Versions only go up: a worker on a newer one is not behind.
-        served, version = self.plan.versions.by_worker, self.plan.version
+        served, version = self.versions.by_worker, self.version
         excluded = {*(worker for worker, has in served.items() if has >= version), *self.skip}
         for instance, worker in self.workers.items():
             if worker.report.state not in PENDING:
@@ -293,45 +351,39 @@ class Refit:
 
     def _check_mode(self, workers: Sequence[WorkerRefit]) -> None:
         """Raise if a worker cannot keep requests and name the versions of their tokens."""
-        if self.mode == "keep" and self.plan.versions.needed_roles:
+        if self.mode == "keep" and self.versions.needed_roles:
             raise UsageError(
                 "Running requests cannot be kept with prefill and decode apart: their KV is of two "
                 "workers.",
                 "Refit with mode in-flight.",
             )
-        # A worker that sleeps, or is out of service, has nothing to keep.
-        awake = [w for w in workers if not w.sleep_level and not w.was_out]
-        unable = [w.worker for w in awake if self.mode == "keep" and not w.takes_order]
+        # A worker that is out of service has nothing to keep.
+        serving = [w for w in workers if not w.is_out]
+        unable = [w.worker for w in serving if self.mode == "keep" and not w.is_managed]
         if unable:
             raise UsageError(
                 f"{len(unable)} of {len(workers)} workers cannot keep running requests, for "
-                f"example {unable[0]}: the engine must refit itself and verify staged weights.",
-                "Refit with mode in-flight, or see docs/fleet.md for what `keep` needs.",
+                f"example {unable[0]}: they take no orders of Rollway.",
+                "Refit with mode in-flight, or see docs/fleet.md for what a managed worker is.",
             )
 
     def _claim(self) -> None:
         """Bind the version to these weights. After the preflight, which reads what is served."""
-        plan = self.plan
-        plan.versions.claim(plan.version, plan.update.identity)
+        self.versions.claim(self.version, self.update.identity)
         if self.record is not None:
-            self.record(plan.version, plan.update.identity)
+            self.record(self.version, self.update.identity)
         self.is_claimed = True
 
-    async def _keep_current(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
-        """Put workers that have the version into service, and return the others."""
-        current = [worker for worker in workers if worker.note_if_current()]
-        for worker, error in await collect_failures(current, WorkerRefit.ensure_service):
-            worker.mark_in_doubt(error)
-        return [worker for worker in workers if worker not in current]
+    def _skip_current(self, workers: Sequence[WorkerRefit]) -> list[WorkerRefit]:
+        """Return the workers that do not serve the version yet."""
+        return [worker for worker in workers if not worker.note_if_current()]
 
     async def _ask_for_reference(self, behind: Sequence[WorkerRefit]) -> None:
         """Ask a worker on the version for the right canary answer, if any worker needs a canary."""
-        canaries = self.plan.canaries
-        if canaries is None or canaries.has_reference:
+        canaries = self.canaries
+        if canaries is None or canaries.has_reference or all(w.is_managed for w in behind):
             return
-        if all(worker.verifies_itself for worker in behind):
-            return
-        ids = self.plan.versions.list_serving(self.plan.version)
+        ids = self.versions.list_serving(self.version)
         listed = await self.membership.workers()
         serving = [w for w in listed if w.instance_id in ids and w.error is None]
         if serving:
@@ -342,11 +394,11 @@ class Refit:
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Count this refit as under way."""
-        self.plan.versions.changing += 1
+        self.versions.changing += 1
         try:
             yield
         finally:
-            self.plan.versions.changing -= 1
+            self.versions.changing -= 1
 
     async def _move_all(self, workers: list[WorkerRefit]) -> list[WorkerRefit]:
         """Move these workers and those that join meanwhile; return those that joined too late."""
@@ -354,11 +406,11 @@ class Refit:
             self.passes += 1
             for group in self._split_in_groups(workers):
                 await self._move(group, is_first_pass=self.passes == 1)
-                if not self.plan.versions.list_serving(self.plan.version):
+                if not self.versions.list_serving(self.version):
                     # The other groups would fail as well: they had better serve the old version.
                     raise AdminError("None of the first workers loaded the new weights.")
             workers = await self._list_joined()
-            if workers and not self.plan.update.repeatable:
+            if workers and not self.update.repeatable:
                 raise AdminError(
                     f"{len(workers)} workers joined too late for an update that cannot be "
                     "repeated; the next refit includes them."
@@ -372,7 +424,7 @@ class Refit:
 
     async def _move(self, group: Sequence[WorkerRefit], *, is_first_pass: bool) -> None:
         """Move a group of workers to the version."""
-        versions = self.plan.versions
+        versions = self.versions
         current = versions.current
         ids = {worker.instance_id for worker in group}
         nobody_left = current is None or not versions.is_served(current, without=ids)
@@ -385,7 +437,7 @@ class Refit:
             for stage in stages:
                 for worker in stage:
                     worker.releases_kv = mode == "abort" and self._can_release(worker)
-                await Stage(stage, mode).move()
+                await self._move_stage(stage, mode)
                 if len(stages) > 1 and all(w.report.state != "serving" for w in stage):
                     # The other pool had better serve the old version.
                     role = stage[0].worker.role
@@ -393,10 +445,22 @@ class Refit:
         finally:
             versions.open()
 
+    async def _move_stage(self, stage: Sequence[WorkerRefit], mode: PauseMode) -> None:
+        """Move workers of one role at the same time; raise when all have ended."""
+        work = [asyncio.create_task(worker.move(mode)) for worker in stage if worker.is_managed]
+        if strangers := [worker for worker in stage if not worker.is_managed]:
+            work.append(asyncio.create_task(foreign.move(strangers, mode)))
+        try:
+            await asyncio.gather(*work)
+        except BaseException:
+            await asyncio.gather(*work, return_exceptions=True)
+            raise
+
     def _can_release(self, worker: WorkerRefit) -> bool:
         """Return whether no decode worker reads the KV of this prefill worker any more: each has
-        the new version, or is gone. One in doubt may still read."""
-        left = ("serving", "gone", "replaced", "joining")
+        the new version, or is gone. One in doubt may still read, and one that joins may get its
+        label and requests of the old version at any moment."""
+        left = ("serving", "gone", "replaced")
         decoding = [w for w in self.workers.values() if w.worker.role == "decode"]
         return worker.worker.role == "prefill" and all(w.report.state in left for w in decoding)
 
@@ -406,7 +470,7 @@ class Refit:
         """Return the state and the times of every worker until now."""
         workers = [self.workers[instance].report for instance in sorted(self.workers)]
         return RefitReport(
-            self.plan.version,
+            self.version,
             self.mode,
             seconds=time.monotonic() - self._began,
             paused_seconds=max((worker.paused_seconds for worker in workers), default=0.0),
@@ -419,8 +483,8 @@ class Refit:
         """Return the report; raise unless every live worker is on the version."""
         report = self.make_report()
         good = ("serving", "gone", "replaced", "joining")
-        versions = self.plan.versions
-        is_served = versions.is_served(self.plan.version) or (
+        versions = self.versions
+        is_served = versions.is_served(self.version) or (
             report.serving and not versions.needed_roles
         )
         if not is_served or any(worker.state not in good for worker in report.workers):

@@ -109,9 +109,9 @@ class WorkerSleep:
     version: int | None = None
     """The version that it serves, or will serve after a wake; None if it needs a refit."""
     memory: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Of each rank `before` the sleep, `asleep`, and `after` the wake: the device, its `free` and
-    `total` bytes for all processes, the `asleep_bytes` of each pool of this rank, and the
-    `resident` bytes of its process in the host's memory. `releases` is False for an engine that
+    """Of each rank `before` a sleep and `asleep`, or `asleep` and `after` a wake: the device, its
+    `free` and `total` bytes for all processes, the `asleep_bytes` of each pool of this rank, and
+    the `resident` bytes of its process in the host's memory. `releases` is False for an engine that
     keeps its memory (on CPU)."""
     seconds: dict[str, float] = field(default_factory=dict)
     """`leave`: out of the routing. `sleep`: until running requests have ended and memory is

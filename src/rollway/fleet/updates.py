@@ -1,34 +1,27 @@
 """Where new weights come from: an `Update` is what a refit applies to every worker.
 
-`FromDisk` loads a checkpoint directory. `Offered` holds weights that a publisher of
-`rollway.weights` has announced.
-Every update is checked before any worker is touched. Workers with Rollway's extension even stage it
-while they generate: they load and verify the weights beside the served model, so that the pause is
-only a copy, or on CPU vLLM's load. A staged update that will not be applied is discarded, because
-it takes as much of the worker's memory as the model.
+`FromDisk` has a checkpoint directory. `Offered` has weights that a publisher of `rollway.weights`
+has announced.
+Every update is checked before any worker is touched. Managed workers stage it while they generate:
+they receive and verify the weights beside the served model, so that the pause is only a copy, or on
+CPU vLLM's load. A staged update that will not be applied is discarded, because it takes as much of
+the worker's memory as the model. Foreign workers stage nothing. They can be given only a directory,
+which they load in the pause.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet.admin import (
-    AdminAPI,
-    Asleep,
-    NoSuchMethod,
-    NoSuchOrder,
-    StageReply,
-    as_usage_error,
-    start_and_wait,
-)
-from rollway.fleet.discovery import Worker
-from rollway.signed_calls import sign
+from rollway.fleet.admin import NoSuchMethod, StageReply, as_usage_error
+from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.workers import Worker
 from rollway.versions import VersionRecord
 from rollway.weights.checkpoint import (
     Checkpoint,
@@ -42,30 +35,9 @@ from rollway.weights.checkpoint import (
 )
 from rollway.weights.offer import Offer
 
-# Methods of `rollway.engine.worker.WorkerExtension`.
-CHECK_METHOD, LOAD_METHOD = "rollway_check", "rollway_load"
-STAGE_METHOD, STAGED_METHOD = "rollway_stage", "rollway_staged"
-SWAP_METHOD, UNSTAGE_METHOD = "rollway_swap", "rollway_unstage"
 STAGE_SECONDS = 720.0
 STAGE_CALL_SECONDS = 5.0
 """How long one order to stage may wait for its end. A worker that hangs is noticed after this."""
-
-
-@dataclass(frozen=True, slots=True)
-class Preflight:
-    """What is known of a worker after the preflight of an update."""
-
-    verifies_itself: bool
-    """Whether the worker compares what it loads with the update."""
-    reply: StageReply | None = None
-    """The worker's answer to the order to stage it; None if it was checked by single calls."""
-    may_equal: bool = False
-    """Whether the weights may be those that all workers have, so that no answer changes."""
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether the worker has no label yet, and was left alone."""
-        return self.reply is not None and not self.reply.ranks
 
 
 class Update(Protocol):
@@ -73,6 +45,8 @@ class Update(Protocol):
 
     repeatable: bool
     """Whether workers that join later can load it too."""
+    may_equal: bool
+    """Whether the weights may be those that all workers have, so that no answer changes."""
 
     @property
     def identity(self) -> str:
@@ -83,27 +57,22 @@ class Update(Protocol):
         """Check the weights; raise `UsageError` before any worker is involved."""
         ...
 
-    async def preflight(
-        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
-    ) -> Preflight:
-        """Raise if a worker cannot serve these weights, which it may stage. With `needs_label`, a
-        worker that takes orders and has no label yet is left alone."""
-        ...
-
-    def is_staged_in(self, worker: Worker) -> bool:
-        """Return whether the worker has staged these weights, so that one order can swap them."""
+    async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
+        """Have a worker stage the weights; raise `NoSuchMethod` if it is a foreign one. With
+        `needs_label`, a worker that has no label yet is left alone."""
         ...
 
     async def check_unchanged(self) -> None:
         """Raise if the weights are no longer those that `prepare` checked."""
         ...
 
-    async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
-        """Load the weights into a paused worker and set its label to `version`."""
+    async def check_foreign(self, worker: Worker, why: NoSuchMethod) -> None:
+        """Raise if a foreign worker cannot load these weights; `why` says why it is one."""
         ...
 
-    async def discard(self, admin: AdminAPI, worker: Worker) -> None:
-        """Free what `preflight` staged in a worker; nothing by default."""
+    async def load(self, admin: DynamoAdmin, worker: Worker, label: int) -> None:
+        """Load the weights into a paused foreign worker, and set its label."""
+        ...
 
 
 Weights = Update | Offer | Path | str
@@ -124,14 +93,9 @@ class FromDisk:
     needs_config: bool = True
     """Whether a directory without config.json is refused."""
     repeatable: bool = True
-    staged: bool = True
-    """Whether workers load it beside the served model before they are paused, where they can."""
+    may_equal: bool = False
     secret: str = ""
     checkpoint: Checkpoint | None = None
-    _staging: set[int] = field(default_factory=set)
-    """Workers that were asked to stage it and have the method for that."""
-    _verifying: set[int] = field(default_factory=set)
-    """Workers that load it in place by Rollway's method, which verifies the parameters."""
     _stamps: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     _skips_weights: bool = False
     """Whether the weight files were not compared with STABLE yet."""
@@ -148,7 +112,7 @@ class FromDisk:
             self._stamps = stamps(path) if path.is_dir() else {}
             # Workers that stage compare every tensor with its checksum, so hashing the weights here
             # would only delay them.
-            self._skips_weights = skips = self.staged and has_word_sums(path)
+            self._skips_weights = skips = has_word_sums(path)
             return check_checkpoint(
                 path,
                 roots=self.roots,
@@ -160,69 +124,32 @@ class FromDisk:
         self.checkpoint = await asyncio.to_thread(check)
         self.path = self.checkpoint.path
 
-    async def preflight(
-        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
-    ) -> Preflight:
-        """Stage the checkpoint; ask a worker that cannot stage whether it could load it."""
-        if self.staged:
-            self._staging.add(worker.instance_id)  # first: the call may be cancelled
-            offer = self._offer().sign(self.secret)
-            try:
-                return await stage(admin, worker, offer, self.allow_cast, needs_label=needs_label)
-            except NoSuchMethod:
-                self._staging.discard(worker.instance_id)
-        return Preflight(await self._check_in(admin, worker))
+    async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
+        assert self.checkpoint is not None
+        where = {"path": str(self.path), "whole": self.whole}
+        offer = Offer("files", 0, self.identity, self.checkpoint.nbytes, where).sign(self.secret)
+        return await stage(admin, worker, offer, self.allow_cast, needs_label=needs_label)
 
-    async def _check_in(self, admin: AdminAPI, worker: Worker) -> bool:
+    async def check_unchanged(self) -> None:
+        if await self._has_changed():
+            raise AdminError(f"{self.path} changed while workers were loading it.")
+
+    async def check_foreign(self, worker: Worker, why: NoSuchMethod) -> None:
         assert self.checkpoint is not None
         if self._skips_weights:
             await asyncio.to_thread(
                 check_checkpoint, self.path, whole=self.whole, needs_config=self.needs_config
             )
             self._skips_weights = False
-        arguments = {"path": str(self.path), "allow_cast": self.allow_cast}
-        order = sign(self.secret, CHECK_METHOD, "", arguments)
-        try:
-            await admin.call(worker, CHECK_METHOD, {"order": order})
-        except NoSuchMethod:
-            if self.served is not None:
-                tensors = self.checkpoint.tensors
-                mismatches = differences(tensors, self.served, allow_cast=self.allow_cast)
-                refuse_differences(mismatches, self.path)
-            return False
-        except AdminError as error:
-            raise as_usage_error(error) from error
-        self._verifying.add(worker.instance_id)
-        return True
+        if self.served is not None:
+            tensors = self.checkpoint.tensors
+            mismatches = differences(tensors, self.served, allow_cast=self.allow_cast)
+            refuse_differences(mismatches, self.path)
 
-    def is_staged_in(self, worker: Worker) -> bool:
-        return worker.instance_id in self._staging
-
-    async def check_unchanged(self) -> None:
-        if await self._has_changed():
-            raise AdminError(f"{self.path} changed while workers were loading it.")
-
-    async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
-        if worker.instance_id in self._staging:
-            await swap(admin, worker, self._offer(), version)
-        elif worker.instance_id in self._verifying:
-            arguments = {"path": str(self.path), "identity": self.identity, "version": version}
-            order = sign(self.secret, LOAD_METHOD, "", arguments)
-            await admin.update_distributed(worker, version, LOAD_METHOD, {"order": order})
-        else:
-            await admin.update_from_disk(worker, self.path, version)
+    async def load(self, admin: DynamoAdmin, worker: Worker, label: int) -> None:
+        await admin.update_from_disk(worker, self.path, label)
         # The worker read the files that `prepare` checked only if nobody wrote in between.
-        if await self._has_changed():
-            raise AdminError(f"{self.path} changed while {worker} was loading it.")
-
-    async def discard(self, admin: AdminAPI, worker: Worker) -> None:
-        if worker.instance_id in self._staging:
-            await unstage(admin, worker, self._offer())
-
-    def _offer(self) -> Offer:
-        assert self.checkpoint is not None
-        where = {"path": str(self.path), "whole": self.whole}
-        return Offer("files", 0, self.identity, self.checkpoint.nbytes, where)
+        await self.check_unchanged()
 
     async def _has_changed(self) -> bool:
         try:
@@ -241,6 +168,7 @@ class Offered:
     allow_cast: bool = False
     stage_seconds: float = STAGE_SECONDS
     repeatable: bool = True
+    may_equal: bool = False
 
     def __post_init__(self) -> None:
         self.repeatable = self.offer.repeatable
@@ -252,91 +180,63 @@ class Offered:
     async def prepare(self) -> None:
         """Do nothing: the publisher has checked the weights."""
 
-    async def preflight(
-        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
-    ) -> Preflight:
+    async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
         offer = self.offer_to(worker).sign(self.secret)
         seconds, cast = self.stage_seconds, self.allow_cast
-        try:
-            return await stage(admin, worker, offer, cast, seconds, needs_label=needs_label)
-        except NoSuchMethod as error:
-            raise UsageError(
-                f"{worker} cannot stage weights: {error.message}",
-                "Start it with --worker-extension-cls rollway.engine.worker.WorkerExtension, or "
-                "refit from a checkpoint directory.",
-            ) from error
+        return await stage(admin, worker, offer, cast, seconds, needs_label=needs_label)
 
     def offer_to(self, worker: Worker) -> Offer:
         """Return what one worker is offered."""
         return self.offer
 
-    def is_staged_in(self, worker: Worker) -> bool:
-        return True  # otherwise the preflight raises
-
     async def check_unchanged(self) -> None:
         """Do nothing: the worker compares what it receives with the publisher's checksums."""
 
-    async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
-        await swap(admin, worker, self.offer, version)
+    async def check_foreign(self, worker: Worker, why: NoSuchMethod) -> None:
+        raise UsageError(
+            f"{worker} cannot stage weights: {why.message}",
+            "Start the worker by Rollway, or with what docs/fleet.md names for a managed worker; "
+            "or refit from a checkpoint directory.",
+        ) from why
 
-    async def discard(self, admin: AdminAPI, worker: Worker) -> None:
-        await unstage(admin, worker, self.offer)
+    async def load(self, admin: DynamoAdmin, worker: Worker, label: int) -> None:
+        raise NotImplementedError  # no foreign worker passes `check_foreign`
 
 
 async def stage(
-    admin: AdminAPI,
+    admin: DynamoAdmin,
     worker: Worker,
     offer: Offer,
     allow_cast: bool = False,
     seconds: float = STAGE_SECONDS,
     *,
     needs_label: bool = False,
-) -> Preflight:
-    """Have a worker receive and verify signed weights while it generates, if it has the methods."""
-    arguments = {"offer": offer.as_json(), "allow_cast": allow_cast}
-    order = {**arguments, "identity": offer.identity, "needs_label": needs_label}
-
-    async def check() -> None:
-        await admin.call(worker, STAGED_METHOD, {"identity": offer.identity})
-
-    try:
-        return Preflight(True, await _stage_by_order(admin, worker, order, seconds))
-    except NoSuchOrder:  # a worker without a guard of this version
-        await start_and_wait(admin, worker, (STAGE_METHOD, arguments), check, seconds)
-        return Preflight(True)
-
-
-async def _stage_by_order(
-    admin: AdminAPI, worker: Worker, order: Mapping[str, Any], seconds: float
 ) -> StageReply:
-    """Order a worker to stage weights, and repeat the order until it has."""
+    """Have a worker receive and verify signed weights while it generates: order it to, and repeat
+    the order until it has."""
     deadline = time.monotonic() + seconds
-    order = {**order, "seconds": min(seconds, STAGE_CALL_SECONDS)}
+    order = {
+        "offer": offer.as_json(),
+        "identity": offer.identity,
+        "allow_cast": allow_cast,
+        "needs_label": needs_label,
+        "seconds": min(seconds, STAGE_CALL_SECONDS),
+    }
     while True:
         try:
             reply = await admin.stage(worker, order)
-        except (NoSuchMethod, Asleep):
+        except NoSuchMethod:
             raise
         except AdminError as error:
             raise as_usage_error(error) from error
         for state in reply.ranks:
             if state["state"] == "failed":
                 reason = str(state["error"]).rstrip(".")
-                raise UsageError(f"{worker} refused `{STAGE_METHOD}`: {reason}.")
+                raise UsageError(f"{worker} refused `rollway_stage`: {reason}.")
         if all(state["state"] == "ready" for state in reply.ranks):
             return reply
         if time.monotonic() > deadline:
             raise UsageError(f"{worker} has not got the weights within {seconds:g} s.")
-
-
-async def swap(admin: AdminAPI, worker: Worker, offer: Offer, version: int) -> None:
-    """Have a paused worker serve the weights that it staged."""
-    await admin.update_distributed(worker, version, SWAP_METHOD, {"identity": offer.identity})
-
-
-async def unstage(admin: AdminAPI, worker: Worker, offer: Offer) -> None:
-    """Have a worker free these staged weights; weights of another offer stay."""
-    await admin.call(worker, UNSTAGE_METHOD, {"identity": offer.identity})
 
 
 @dataclass(slots=True)
@@ -377,6 +277,12 @@ class Recipes:
         self._last = version, update
         if self.record is not None and isinstance(update, FromDisk):
             self.record.put(version, update.path)
+
+    def find_newest(self, known: int | None) -> int | None:
+        """Return the newest version that this process knows or another has recorded: a worker may
+        have left it without a label that says so, and must not be taken back."""
+        recorded = self.record.get() if self.record is not None else None
+        return max((v for v in (known, recorded and recorded[0]) if v is not None), default=None)
 
     def find(self, version: int) -> Update | None:
         """Return the update of a version, from this process or from the record."""

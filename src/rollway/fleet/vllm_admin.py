@@ -1,4 +1,4 @@
-"""`AdminAPI` of plain vLLM servers (`vllm serve`), over the routes of VLLM_SERVER_DEV_MODE=1.
+"""The admin calls to plain vLLM servers (`vllm serve`), over the routes of VLLM_SERVER_DEV_MODE=1.
 
 This module keeps the rules that Dynamo enforces: a worker must be paused for an update, and an
 update leaves no old cache block and declares its version. Dynamo does this in one call. Here it
@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from rollway.errors import AdminError, RequestFailed, RollwayError, Unreachable
+from rollway.errors import AdminError, RequestFailed, Unreachable
 from rollway.fleet.admin import (
-    AdminAPI,
+    Facts,
     NoSuchMethod,
-    NoSuchOrder,
     PauseMode,
-    StageReply,
     is_missing_method,
     parse_label,
     unwrap_engine_error,
 )
-from rollway.fleet.discovery import Worker
+from rollway.fleet.dynamo_admin import DynamoAdmin, refuse_order
+from rollway.fleet.workers import Worker
 from rollway.http import IDEMPOTENT, ONCE, Http, Retry, read_error_message
 from rollway.spec import AdminTimeouts
 
@@ -33,12 +32,11 @@ _UNDECLARED = "default"  # vLLM's label until one is declared
 # vLLM drops the connection after a 500. The next call on it would fail without having reached the
 # server, and a call that is sent once is not retried: so every call gets a new connection.
 _NEW_CONNECTION = {"connection": "close"}
-_LOAD_LORA, _UNLOAD_LORA = "v1/load_lora_adapter", "v1/unload_lora_adapter"
-_NO_ROUTE = "Not Found"  # FastAPI's text; vLLM's 404 for a missing adapter has another
+_NO_ROUTE = "Not Found"  # FastAPI's text
 
 
-class VllmAdmin:
-    """`AdminAPI` of vLLM's own server; `Worker.admin_url` is its base URL."""
+class VllmAdmin(DynamoAdmin):
+    """The same calls to vLLM's own server, whose base URL is `Worker.admin_url`."""
 
     taints = False
 
@@ -46,20 +44,10 @@ class VllmAdmin:
         self._http = http
         self._timeouts = timeouts or AdminTimeouts()
 
-    def pin(self) -> AbstractAsyncContextManager[AdminAPI]:
+    def pin(self) -> AbstractAsyncContextManager[DynamoAdmin]:
         """Return this client: vLLM closes connections at any time, so none can be pinned. No
         supervisor of ours restarts its servers."""
         return nullcontext(self)
-
-    async def health(self, worker: Worker) -> bool:
-        """Return whether the engine is alive; it may be busy or stuck."""
-        if worker.error is not None:
-            return False
-        try:
-            await self._http.get_text(f"{worker.admin_url}/health", timeout=self._timeouts.probe)
-        except RollwayError:
-            return False
-        return True
 
     async def pause(
         self, worker: Worker, mode: PauseMode = "wait", *, clear_cache: bool = True
@@ -67,13 +55,13 @@ class VllmAdmin:
         """Stop generating. vLLM clears the cache in every mode, although its documentation excepts
         `keep`: it recomputes frozen requests from their tokens at the resume."""
         query = {"mode": mode, "clear_cache": str(clear_cache).lower()}
-        await self._post(worker, "pause", query=query, timeout=self._timeouts.pause)
+        await self._call(worker, "pause", query=query, timeout=self._timeouts.pause)
 
     async def resume(self, worker: Worker) -> None:
-        await self._post(worker, "resume", timeout=self._timeouts.pause)
+        await self._call(worker, "resume", timeout=self._timeouts.pause)
 
     async def flush_cache(self, worker: Worker) -> None:
-        reply = await self._post(worker, "reset_prefix_cache")
+        reply = await self._call(worker, "reset_prefix_cache")
         if reply.get("success") is not True:
             raise AdminError(
                 f"{worker} did not flush its cache: requests hold blocks, and none was dropped.",
@@ -94,73 +82,24 @@ class VllmAdmin:
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
         await self._run(worker, method, arguments, self._timeouts.pause)
 
-    async def init_group(
-        self, worker: Worker, arguments: Mapping[str, Any], *, method: str | None = None
-    ) -> None:
-        raise _refuse(worker, "weight groups")
-
-    async def load_lora(
-        self, worker: Worker, name: str, path: Path, *, fresh: bool = False
-    ) -> int | None:
-        body = {"lora_name": name, "lora_path": str(path.resolve()), "load_inplace": True}
-        limit = self._timeouts.update
-        await self._post(worker, _LOAD_LORA, body, timeout=limit, retry=ONCE, plain=True)
-        if not fresh:
-            # vLLM finds cached blocks by the adapter's name and path, even after an unload: new
-            # weights at a known path would use old blocks. Running requests recompute theirs.
-            query, limit = {"reset_running_requests": "true"}, self._timeouts.pause
-            await self._post(worker, "reset_prefix_cache", query=query, timeout=limit)
-        return None
-
-    async def unload_lora(self, worker: Worker, name: str) -> None:
-        body, limit = {"lora_name": name}, self._timeouts.pause
-        await self._post(worker, _UNLOAD_LORA, body, timeout=limit, retry=ONCE, plain=True)
-
-    async def weight_version(self, worker: Worker) -> int | None:
+    async def read(self, worker: Worker) -> Facts:
+        """Return the label. Whether the worker is paused knows only the process that paused it."""
         reply = await self._get(worker, "weight_info")
         label = reply.get("weight_version")
-        return None if label == _UNDECLARED else parse_label(label)
-
-    def enforces_versions(self, worker: Worker) -> bool:
-        return False
-
-    def takes_refits(self, worker: Worker) -> bool:
-        return False
-
-    async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
-        raise _refuse(worker, "orders")
-
-    async def refit(self, worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-        raise _refuse(worker, "orders")
-
-    async def cancel_refit(self, worker: Worker) -> None:
-        """Do nothing: no refit is running by one order."""
+        return Facts(None if label == _UNDECLARED else parse_label(label))
 
     async def declare_version(self, worker: Worker, version: int | None) -> None:
         """Set the label; None removes it."""
         label = _UNDECLARED if version is None else str(version)
-        await self._post(worker, "update_weight_version", {"new_version": label})
+        await self._call(worker, "update_weight_version", {"new_version": label})
 
     async def set_taints(self, worker: Worker, taints: Sequence[str]) -> None:
         """Do nothing: there is no router in front of a plain server. The client itself knows what
         the worker serves."""
 
-    async def memory(self, worker: Worker, level: int = 0) -> list[dict[str, Any]]:
-        raise _refuse(worker, "orders to sleep")
-
-    async def sleep(
-        self, worker: Worker, level: int = 1, mode: PauseMode = "wait", label: int | None = None
-    ) -> dict[str, Any]:
-        raise _refuse(worker, "orders to sleep")
-
-    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        raise _refuse(worker, "orders to sleep")
-
-    def sleep_level(self, worker: Worker) -> int:
-        return 0  # the fleet puts no plain server to sleep, because `memory` is refused
-
-    def is_paused(self, worker: Worker) -> bool:
-        return False  # a label does not tell, and only the process that pauses knows
+    async def _post(self, worker: Worker, *_: Any, **__: Any) -> dict[str, Any]:
+        """Refuse the calls that only Dynamo's workers take."""
+        raise refuse_order(worker)
 
     async def _check_ready(self, worker: Worker) -> None:
         """Raise unless the worker is paused and its cache is empty, before any weight changes."""
@@ -181,7 +120,7 @@ class VllmAdmin:
         # load may look like a success.
         body = {"method": method, "kwargs": dict(arguments)}
         try:
-            await self._post(worker, "collective_rpc", body, method, timeout=timeout, retry=ONCE)
+            await self._call(worker, "collective_rpc", body, method, timeout=timeout, retry=ONCE)
         except AdminError as error:
             if is_missing_method(method, error.message):
                 raise NoSuchMethod(f"{worker} has no engine method `{method}`.") from error
@@ -195,7 +134,7 @@ class VllmAdmin:
             raise _make_refusal(worker, route, error) from error
         return _check_reply(worker, route, reply)
 
-    async def _post(
+    async def _call(
         self,
         worker: Worker,
         route: str,
@@ -205,10 +144,8 @@ class VllmAdmin:
         query: Mapping[str, str] | None = None,
         timeout: float | None = None,
         retry: Retry = IDEMPOTENT,
-        plain: bool = False,
     ) -> dict[str, Any]:
-        """Call a route. `name` stands for the route in errors; `plain` is for routes that do not
-        answer with JSON."""
+        """Call a route. `name` stands for the route in errors."""
         url = _url(worker, route) + (f"?{urlencode(query)}" if query else "")
         limit = timeout or self._timeouts.probe
         try:
@@ -216,17 +153,8 @@ class VllmAdmin:
                 url, body, timeout=limit, retry=retry, headers=_NEW_CONNECTION
             )
         except (RequestFailed, Unreachable) as error:
-            if plain and isinstance(error, RequestFailed) and error.status < 400:
-                return {}
             raise _make_refusal(worker, route, error, name) from error
         return _check_reply(worker, route, reply)
-
-
-def _refuse(worker: Worker, what: str) -> NoSuchOrder:
-    return NoSuchOrder(
-        f"{worker} is a plain vLLM server, which takes no {what}.",
-        "Start the workers by Rollway.",
-    )
 
 
 def _url(worker: Worker, route: str) -> str:
@@ -248,9 +176,7 @@ def _make_refusal(
         return AdminError(f"{worker}: {error.message}", error.hint)
     message = read_error_message(error.body)
     if error.status == 404 and message == _NO_ROUTE:
-        switch = "VLLM_SERVER_DEV_MODE=1"
-        if route.startswith("v1/"):
-            switch = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
-        return AdminError(f"{worker} has no route /{route}.", f"Start the server with {switch}.")
+        fix = "Start the server with VLLM_SERVER_DEV_MODE=1."
+        return AdminError(f"{worker} has no route /{route}.", fix)
     reason = unwrap_engine_error(message).rstrip(".")
     return AdminError(f"{worker} refused `{name or route}`: {reason}.")

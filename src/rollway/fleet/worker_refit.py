@@ -1,400 +1,340 @@
-"""One worker in a refit: out of service, new weights, back into service.
+"""One worker in a refit. A managed worker is moved by two orders, and does the rest by itself:
 
-    untouched ── preflight ► untouched, update staged ── discard ──► untouched
-                                   │
-                                   │ leave_service: label "leaving", no taints; pause
-                                   ▼
-                                paused ── restore ──► restored       (no update was issued)
-                                   │
-                                   │ apply: the update is sent, once
-                                   ▼
-                               updating ── verify ── enter_service ──► serving
-                                   │
-                                   │ any failure: keep_out
-                                   ▼
-                               in doubt ── replace ──► replaced      (if it has a supervisor)
-
-    from any state ──► gone: the worker died, or another process has its address
+    untouched ── preflight ──► untouched, update staged ── discard ──► untouched, or asleep again
+                    │                  │
+                    │                  │ one order, sent once (`rollway_refit`, drawn in
+                    │                  ▼  rollway/engine/core.py)
+                    │               updating ── served ───────► serving
+                    │                  │     ── refused ──────► restored   (nothing was changed)
+                    │                  │     ── other process ► gone
+                    │                  │ no answer: its label tells which of them; otherwise
+                    │                  ▼
+                    │               in doubt ── replace ──► replaced       (if it has a supervisor)
+                    ▼
     joining: its supervisor has not labelled it yet, so it serves nothing and waits
-    asleep: it slept before (`sleep`) and sleeps again, because no update was issued
+    gone: from any state; the worker died, or another process has its address
 
-A worker that sleeps gets the memory of its weights back before it stages the update, and that of
-its KV cache after the update: until then the memory may hold the staged weights.
+An order names the process that staged and the label that it had then; any other worker refuses it.
+An order that has begun ends, also if this process is gone. A cancelled refit ends an order that
+still waits for running requests. A worker that fails stays paused and has no version.
 
-This is the refit by single calls; `worker_order` has the refit by one order. `service` has the
-worker's label and taints, by which other processes know its state.
+A foreign worker takes no orders. `foreign` moves it, through the same states and `paused`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rollway.errors import AdminError, RollwayError
+from rollway.fleet import foreign
 from rollway.fleet.admin import (
     IN_DOUBT,
-    AdminAPI,
-    Asleep,
+    AnotherProcess,
+    NoSuchMethod,
     PauseMode,
+    RefitRefused,
+    StillAsleep,
+    leaving_label,
     run_to_the_end,
-    unverified_label,
     version_left,
 )
-from rollway.fleet.canary import CanaryCheck
-from rollway.fleet.discovery import Worker, is_dead
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.report import WorkerReport
-from rollway.fleet.service import Service
-from rollway.fleet.updates import Preflight, Update
+from rollway.fleet.workers import Worker, is_dead
 from rollway.versions import FleetVersions, taint_of
 
-Observer = Callable[[str, Worker], Awaitable[None]]
-"""Called with the name of each step and its worker, before the step. The names, in order:
-preflight, pause, update, flush, verify, open, resume."""
-Replace = Callable[[Worker], Awaitable[bool]]
-"""Stops a worker so that its supervisor restarts it; False if it has no supervisor."""
+if TYPE_CHECKING:
+    from rollway.fleet.refit import Refit
 
-
-@dataclass(slots=True)
-class RefitPlan:
-    """The version of one refit and the objects that its workers share."""
-
-    admin: AdminAPI
-    versions: FleetVersions
-    update: Update
-    version: int
-    canaries: CanaryCheck | None = None
-    replace: Replace | None = None
-    observer: Observer | None = None
+SETTLE_SECONDS = 10.0
+"""How long a worker whose answer to an order was lost may take to show its new label."""
+WATCH_SECONDS = 10.0
+"""How often a worker is asked for a sign of life while its order runs. An order may take many
+minutes, as long as running requests take; a worker that hangs is noticed sooner."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerRefit:
-    """The refit of one worker: its service, its state and its times."""
+    """The refit of one worker: its state and its times."""
 
-    plan: RefitPlan
-    listed: InitVar[Worker]
+    refit: Refit
+    worker: Worker
     report: WorkerReport
-    service: Service = field(init=False)
-    verifies_itself: bool = False
-    """Whether the worker compares its parameters with the update."""
-    may_equal: bool = False
-    """Whether the update may be what all workers have already."""
     is_supervised: bool = False
     """Whether a supervisor labels the worker once it is ready."""
+    is_managed: bool = True
+    """Whether the worker takes orders, as its preflight has shown."""
+    label: int | None = None
+    """The label that the worker had in its preflight."""
+    sleep_level: int = 0
+    """The level at which the worker slept then; 0 if it was awake."""
     may_hold_update: bool = False
     """Whether the update may be staged in the worker."""
-    sleep_level: int = 0
-    """The level at which the worker slept when the refit began; 0 if it was awake."""
-    was_out: bool = False
-    """Whether the worker was out of service when the refit began."""
     releases_kv: bool = False
     """Whether blocks that the worker holds for decode workers may be released: none reads them."""
     _lap_began: float = 0.0
-
-    def __post_init__(self, listed: Worker) -> None:
-        self.service = Service(self.plan.admin, self.plan.versions, listed)
-
-    @property
-    def worker(self) -> Worker:
-        return self.service.worker
 
     @property
     def instance_id(self) -> int:
         return self.worker.instance_id
 
     @property
-    def admin(self) -> AdminAPI:
-        return self.plan.admin
+    def admin(self) -> DynamoAdmin:
+        return self.refit.admin
+
+    @property
+    def versions(self) -> FleetVersions:
+        return self.refit.versions
+
+    @property
+    def is_out(self) -> bool:
+        """Whether the worker was out of service when the refit began: asleep, or in doubt."""
+        return self.label is not None and self.label < 0
 
     async def preflight(self) -> None:
-        """Have the worker check and stage the update, and read its label. It stays in service. A
+        """Have the worker check and stage the update, and learn its label. It stays in service. A
         supervised worker without a label is still starting: it gets no requests, and joins later.
         """
-        plan, admin = self.plan, self.admin
         self.lap()
         await self.step("preflight")
-        # A worker that takes orders looks at its label itself, and says so if it sleeps.
-        if not admin.takes_refits(self.worker):
-            self.report.calls += 1
-            label = await admin.weight_version(self.worker)
-            if label is None and self.is_supervised:
-                self.report.state = "joining"
-                return
-        self.may_hold_update = True  # before the call, which may take effect even if cancelled
-        await self._wake_weights()
-        try:
-            checked = await self._check_update()
-        except Asleep:  # another process has put it to sleep
-            await self._wake_weights()
-            checked = await self._check_update()
-        if checked.is_starting:
-            self.may_hold_update, self.report.state = False, "joining"
-            return
-        self.verifies_itself, self.report.state = checked.verifies_itself, "untouched"
-        self.may_equal = checked.may_equal
-        if checked.reply is not None:
-            self.service.label = checked.reply.label
-        else:
-            self.report.calls += 1
-            self.service.label = await admin.weight_version(self.worker)
-        if self.service.label is not None and self.service.label >= 0:
-            plan.versions.mark_serving(self.instance_id, self.service.label)
-        else:
-            plan.versions.forget(self.instance_id)
-            if (left := version_left(self.service.label)) is not None:
-                plan.versions.note_served(left)  # its refit must not bring an older one
-        # A worker in doubt is paused, so it could not answer a canary.
-        self.was_out = self.service.label is not None and self.service.label < 0
-        if self._needs_canary and not self.was_out and plan.canaries is not None:
-            await plan.canaries.record_before(self.worker)
-        self.report.preflight_seconds = self.lap("preflight")
-
-    async def _wake_weights(self) -> None:
-        """Give a worker that sleeps the memory of its weights back; the rest of it sleeps on."""
-        if self.admin.sleep_level(self.worker):
-            await self.admin.weight_version(self.worker)  # another process may have woken it
-        self.sleep_level = self.admin.sleep_level(self.worker)
-        if self.sleep_level:
-            reply = await self.admin.wake(self.worker, ["weights"])
-            self.report.memory["asleep"] = reply["before"]
-            self.report.steps["wake.weights"] = reply["seconds"]
-
-    async def _check_update(self) -> Preflight:
         self.report.calls += 1
-        update = self.plan.update
-        return await update.preflight(self.admin, self.worker, needs_label=self.is_supervised)
+        self.may_hold_update = True  # before the call, which may take effect even if cancelled
+        try:
+            reply = await self.refit.update.stage(
+                self.admin, self.worker, needs_label=self.is_supervised
+            )
+        except NoSuchMethod as why:
+            self.is_managed = self.may_hold_update = False
+            self.label = await foreign.check(self, why)
+            is_starting = self.label is None and self.is_supervised
+        else:
+            self.label, self.sleep_level = reply.label, reply.sleep_level
+            self.may_hold_update = bool(reply.ranks)
+            self.versions.note_facts(self.instance_id, is_foreign=False)
+            is_starting = not reply.ranks
+        self.report.state = "joining" if is_starting else "untouched"
+        if is_starting:
+            return
+        if self.label is not None and self.label >= 0:
+            self.versions.mark_serving(self.instance_id, self.label)
+        else:
+            self.versions.forget(self.instance_id)
+            if (left := version_left(self.label)) is not None:
+                self.versions.note_served(left)  # its refit must not bring an older one
+        self.report.preflight_seconds = self.lap("preflight")
 
     async def discard(self) -> None:
         """Free the staged update, if it was not applied; a worker that slept sleeps again."""
-        if self.may_hold_update and self.report.state not in ("gone", "replaced"):
-            try:
-                await self.plan.update.discard(self.admin, self.worker)
-                self.may_hold_update = False
-            finally:
-                if self.sleep_level:
-                    await self._sleep_again()
-
-    async def _sleep_again(self) -> None:
-        """Give the memory of the weights back to whom the worker left it."""
-        label = await self.admin.weight_version(self.worker)
-        if label is not None and label < 0:
-            await self.admin.sleep(self.worker, self.sleep_level, "abort", label)
-            self.plan.versions.mark_asleep(self.instance_id)
-            if self.report.state in ("untouched", "paused", "restored"):
-                self.report.state = "asleep"
+        if not self.may_hold_update or self.report.state in ("gone", "replaced"):
+            return
+        with contextlib.suppress(NoSuchMethod):  # its answer, that it is a foreign one, was lost
+            await self.admin.discard(self.worker, self.refit.update.identity)
+        self.may_hold_update = False
+        if self.sleep_level and self.report.state in ("untouched", "restored"):
+            self.report.state = "asleep"
+            self.versions.mark_asleep(self.instance_id)
 
     def note_if_current(self) -> bool:
         """Return whether the worker already serves the version; if so, record that."""
-        is_current = self.service.label == self.plan.version  # a version names one set of weights
+        is_current = self.label == self.refit.version  # a version names one set of weights
         if is_current:
-            self.report.state, self.report.version = "serving", self.plan.version
+            self.report.state, self.report.version = "serving", self.refit.version
             self.report.proof = "earlier refit"
         return is_current
 
-    async def ensure_service(self) -> None:
-        """Route to a worker that has the weights, and resume it. An interrupted refit may not have
-        done so."""
-        await self.service.ensure(self.plan.version)
-
-    @property
-    def takes_order(self) -> bool:
-        """Whether one order moves this worker. A worker in doubt is paused and stays so if the
-        refit fails, which an order would not know."""
-        is_known = self.service.label is None or self.service.label >= 0
-        is_staged = self.verifies_itself and self.plan.update.is_staged_in(self.worker)
-        is_awake = not self.sleep_level
-        return is_awake and is_known and is_staged and self.plan.admin.takes_refits(self.worker)
-
-    def note_refusal(self, error: BaseException) -> None:
-        """Record that the worker serves what it served before."""
-        self.report.state, self.report.error = "restored", str(error)
-        if self.service.label is not None:
-            self.plan.versions.mark_serving(self.instance_id, self.service.label)
-
-    def note_service(self, proof: str) -> None:
-        """Record that the worker serves the version."""
-        plan, versions = self.plan, self.plan.versions
-        self.service.label, self.report.proof = plan.version, proof
-        self.report.state, self.report.version = "serving", plan.version
-        versions.tainted = plan.admin.taints
-        versions.mark_entered(self.instance_id, plan.version)
-        versions.mark_serving(self.instance_id, plan.version)
-        if not versions.is_served(plan.version):
-            return  # prefill and decode apart: the other pool has no worker on the version yet
-        if versions.current is None or versions.current < plan.version:
-            versions.current = plan.version
-        versions.open()
-
-    async def leave_service(self, connections: AsyncExitStack) -> None:
+    async def move(self, mode: PauseMode) -> None:
+        """Have a managed worker do everything by itself. Raise nothing but a cancellation."""
         self.lap()
         await self.step("pause")
-        await self.service.leave(connections)
-        self.lap("leave")
-
-    async def pause(self, mode: PauseMode) -> None:
-        began = time.monotonic()
-        if self.sleep_level or self.was_out:
-            mode = "abort"  # nothing runs in it, and requests that wait there would never end
-        if mode == "wait" and self.worker.role:
-            # vLLM cannot clear the cache while a request waits for KV of another worker. Such
-            # requests have not begun: abort them once those that run have ended.
-            await self.service.pinned.pause(self.worker, "wait", clear_cache=False)
-            await self.service.pinned.pause(self.worker, "abort")
-        else:
-            await self.service.pinned.pause(self.worker, mode)
-        if mode == "wait":
-            self.report.waited_seconds = time.monotonic() - began
-        self.report.state = "paused"
-        self.lap("pause")
-        self.report.pause_seconds = self._sum_steps("leave", "pause")
-
-    async def restore(self) -> None:
-        """Put the worker back into service as it was. No update was issued to it."""
-        await self.service.restore()
-        self.report.state = "restored"
-
-    async def install(self) -> None:
-        """Apply the update, verify it and enter service. After a failure stay out of service: no
-        sample is better than a wrong one."""
         try:
-            await self.apply()
-            await self.verify()
-            await self.enter_service()
+            await self.refit.update.check_unchanged()
+        except AdminError as error:
+            return self._note_refusal(error)
+        try:
+            reply = await self._send_order(mode)
+        except AnotherProcess:
+            self.mark_gone()
+        except RefitRefused as error:
+            if not await self.note_if_dead():
+                self._note_refusal(error)
         except BaseException as error:
             self.mark_in_doubt(error)
-            await run_to_the_end(self.keep_out())
+            await run_to_the_end(self._settle(error))
             if not isinstance(error, RollwayError):
                 raise
+        else:
+            self._note_times(reply)
+            self.note_service("parameters")
+
+    async def _send_order(self, mode: PauseMode) -> Mapping[str, Any]:
+        label, version = self.label, self.refit.version
+        self.report.state = "updating"
+        self.versions.mark_issued(self.instance_id)
+        await self.step("update")
+        leaving = label if label is not None and label < 0 else leaving_label(label or 0)
+        # A wake must not take half-written weights for those from before the sleep.
+        is_unknown = label is None or self.sleep_level
+        order = {
+            "identity": self.refit.update.identity,
+            # Nothing runs in a worker that is out of service, and what waits there never ends.
+            "mode": "abort" if self.is_out else mode,
+            "label": label,
+            "leaving": IN_DOUBT if is_unknown else leaving,
+            "version": version,
+            "taints": [taint_of(version)],
+            "taints_before": [] if label is None or self.is_out else [taint_of(label)],
+            "release": self.releases_kv,
+        }
+        self.report.calls += 1
+        running = asyncio.create_task(self.admin.refit(self.worker, order))
+        try:
+            # The worker takes these steps by itself; observers hear of them while it does.
+            for step in ("flush", "verify", "open", "resume"):
+                await self.step(step)
+            reply = await self._wait_for(running)
+        except asyncio.CancelledError:
+            await run_to_the_end(self._cancel(running))
+            raise
+        self.may_hold_update = False
+        try:
+            # A worker that lacks memory to stage the weights has read them only now.
+            await self.refit.update.check_unchanged()
+        except AdminError as error:
+            raise _WrongWeights(error.message) from None
+        return reply
+
+    async def _wait_for(self, running: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+        """Wait for the answer to the order; raise if the worker shows no sign of life."""
+        while not (await asyncio.wait({running}, timeout=WATCH_SECONDS))[0]:
+            try:
+                await self.admin.read(self.worker)
+            except AdminError as error:
+                is_silent = error.__cause__ is not None
+                if is_silent and not running.done():
+                    running.cancel()  # the order itself goes on, if the worker ever has it
+                    raise
+        return running.result()
+
+    async def _cancel(self, running: asyncio.Task[dict[str, Any]]) -> None:
+        """Stop an order that waits for running requests, and wait until it has ended."""
+        with contextlib.suppress(RollwayError):
+            await self.admin.cancel_refit(self.worker)
+        with contextlib.suppress(RollwayError, TimeoutError):
+            await asyncio.wait_for(running, SETTLE_SECONDS)
+
+    async def _settle(self, error: BaseException) -> None:
+        """Find out what became of an order that failed or whose answer was lost, by the worker's
+        label; otherwise replace the worker."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        # A worker that answered with an error has stayed paused.
+        is_lost = not isinstance(error, AdminError) or error.__cause__ is not None
+        while is_lost and time.monotonic() < deadline and not await is_dead(self.worker):
+            label: int | None = IN_DOUBT
+            with contextlib.suppress(RollwayError):
+                label = (await self.admin.read(self.worker)).label
+            if label == self.refit.version:
+                self.may_hold_update, self.report.error = False, None
+                self.note_service("parameters")
+                return
+            if label == self.label and not self.is_out:
+                self._note_refusal(error)
+                return
+            await asyncio.sleep(0.1)
+        if not await self.note_if_dead():
+            if isinstance(error, _WrongWeights):
+                await self.keep_out()
             # A worker whose cache does not fit beside the trainer would not fit after a restart.
-            if self.report.state == "in doubt" and not isinstance(error, _StillAsleep):
+            if not isinstance(error, StillAsleep):
                 await self.replace()
 
-    async def apply(self) -> None:
-        """Send the update, once, and clear the cache."""
-        self.lap()
-        self.report.state = "updating"
-        await self.step("update")
-        self.plan.versions.mark_issued(self.instance_id)
-        if self.service.label is None:
-            await self.service.mark_leaving()
-        if self.sleep_level:
-            # From here on a wake must not restore the version that it slept with.
-            await self.service.declare(self.service.pinned, IN_DOUBT)
-        label = unverified_label(self.plan.version)
-        await self.plan.update.apply(self.service.pinned, self.worker, label)
-        self.service.label, self.may_hold_update = label, False
-        self.lap("update")
-        await self.step("flush")
-        await self.service.pinned.flush_cache(self.worker)
-        if self.sleep_level:
-            await self._wake_cache()
-        self.lap("flush")
-
-    async def _wake_cache(self) -> None:
-        """Take back the rest of the memory. The engine then generates, with the new weights."""
-        self.plan.versions.mark_entered(self.instance_id, self.plan.version)
-        try:
-            reply = await self.service.pinned.wake(self.worker)
-        except AdminError as error:
-            raise _StillAsleep(error.message, error.hint) from error
-        self.report.memory["after"] = reply["ranks"]
-        self.report.steps["wake.kv_cache"] = reply["seconds"]
-
-    async def verify(self) -> None:
-        """Raise unless the worker holds the new weights, as far as that can be checked."""
-        await self.step("verify")
-        label = await self.service.pinned.weight_version(self.worker)
-        if label != unverified_label(self.plan.version):
-            raise AdminError(
-                f"{self.worker} reported success and has not applied the update (its label is "
-                f"{label})."
-            )
-        if self.verifies_itself:
-            self.report.proof = "parameters"  # compared while it loaded them
-        elif self.plan.canaries is None or not self._needs_canary:
-            self.report.proof = "declared"
-        else:
-            is_proven = await self._verify_by_canary(self.plan.canaries)
-            self.report.proof = "canary" if is_proven else "declared"
-        self.lap("verify")
-        self.report.update_seconds = self._sum_steps("update", "flush", "verify")
-
-    @property
-    def _needs_canary(self) -> bool:
-        """Whether the worker can show its weights only by an answer. Requests cannot be pinned to a
-        negative id, and a worker of one role does not answer alone."""
-        is_alone = self.instance_id >= 0 and not self.worker.role
-        return is_alone and not self.verifies_itself
-
-    async def _verify_by_canary(self, canaries: CanaryCheck) -> bool:
-        # The worker must generate to answer. It is outside the routing, but a stalled router may
-        # still deliver a request: the answer to it must not count for the old version.
-        await self.service.abort_late_requests()
-        self.plan.versions.mark_entered(self.instance_id, self.plan.version)
-        await self.service.pinned.resume(self.worker)
-        try:
-            return await canaries.verify(self.worker, may_equal=self.may_equal)
-        finally:
-            await self.service.pinned.pause(self.worker, "abort")
-
-    async def enter_service(self) -> None:
-        """Accept requests for the new version and generate."""
-        plan, versions = self.plan, self.plan.versions
-        await self.step("open")
-        # Before the new taint: afterwards the queue holds requests for the new version too.
-        await self.service.abort_late_requests()
-        await self.service.set_taints(self.service.pinned, [taint_of(plan.version)])
-        self.lap("open")
-        await self.step("resume")
-        versions.mark_entered(self.instance_id, plan.version)
-        await self.service.pinned.resume(self.worker)
-        # Last: a worker that is labelled with its version is in service.
-        await self.service.declare(self.service.pinned, plan.version)
-        self.lap("resume")
-        self.report.resume_seconds = self._sum_steps("open", "resume")
-        self.note_service(self.report.proof)
-
     async def keep_out(self) -> None:
-        """Take a worker in doubt out of service, whatever state it is in, and keep it out."""
-        if await is_dead(self.worker):
-            self.report.state = "gone"
+        """Take a worker in doubt out of service, whatever state it is in."""
+        if await self.note_if_dead():
             return
-        # This may fail without harm: the worker left the routing before the update. It fails at its
-        # first call that fails, with the worker possibly not paused, so it is tried twice.
+        # The worker may have left the routing before. It is tried twice: the first call that fails
+        # ends it, and the worker may not be paused by then.
         for _ in range(2):
             with contextlib.suppress(RollwayError):
-                if not await self.service.deny(self.plan.version):
-                    self.report.state = "gone"
+                async with self.admin.pin() as connection:
+                    label = (await connection.read(self.worker)).label
+                    if label is None or label >= 0:
+                        if label not in (self.label, self.refit.version):
+                            self.mark_gone()  # another process has its address
+                            return
+                        await connection.set_taints(self.worker, [])
+                        # Not `leaving_label`, which promises that nothing was generated since.
+                        await connection.declare_version(self.worker, IN_DOUBT)
+                    await connection.pause(self.worker, "abort")
                 return
 
     async def replace(self) -> bool:
         """Stop the worker so that its supervisor restarts it; return False if it has none."""
-        self.plan.versions.forget(self.instance_id)
-        is_replaced = self.plan.replace is not None and await self.plan.replace(self.worker)
+        self.versions.forget(self.instance_id)
+        replace = self.refit.replace
+        is_replaced = replace is not None and await replace(self.worker)
         if is_replaced:
             self.report.state = "replaced"
         return is_replaced
 
-    async def note_if_lost(self) -> bool:
-        """Return whether the worker died or another process has its address; if so, record that."""
-        is_lost = await self.service.is_lost()
-        if is_lost:
+    async def note_if_dead(self) -> bool:
+        """Return whether the worker died; if so, record that."""
+        has_died = await is_dead(self.worker)
+        if has_died:
             self.mark_gone()
-        return is_lost
+        return has_died
 
     def mark_gone(self) -> None:
         self.report.state = "gone"
-        self.plan.versions.forget(self.instance_id)
+        self.versions.forget(self.instance_id)
 
     def mark_in_doubt(self, error: BaseException) -> None:
         self.report.state, self.report.error = "in doubt", str(error) or type(error).__name__
 
+    def _note_refusal(self, error: BaseException) -> None:
+        """Record that the worker serves what it served before."""
+        self.report.state, self.report.error = "restored", str(error)
+        if self.label is not None and self.label >= 0:
+            self.versions.mark_serving(self.instance_id, self.label)
+
+    def note_service(self, proof: str) -> None:
+        """Record that the worker serves the version."""
+        version, versions = self.refit.version, self.versions
+        self.report.state, self.report.version, self.report.proof = "serving", version, proof
+        versions.tainted = self.admin.taints
+        versions.mark_serving(self.instance_id, version)
+        if not versions.is_served(version):
+            return  # prefill and decode apart: the other pool has no worker on the version yet
+        versions.note_served(version)
+        versions.open()
+
+    def _note_times(self, reply: Mapping[str, Any]) -> None:
+        """Record the seconds that the worker and its engine report."""
+        report, engine, own = self.report, reply["report"], reply["seconds"]
+        swap, memory = engine["swap"], dict(reply.get("memory") or {})
+        report.paused_seconds = engine["paused_seconds"]
+        report.waited_seconds = engine["waited_seconds"]
+        report.pause_seconds = own["leave"] + engine["stop_seconds"]
+        report.update_seconds = engine["swap_seconds"]
+        report.resume_seconds = own["enter"]
+        report.strategy = ": ".join(filter(None, (swap.get("strategy"), swap.get("reason"))))
+        self.lap("order")
+        report.steps |= memory.pop("seconds", {})
+        report.memory |= memory
+        report.steps |= {
+            **{f"order.{name}": seconds for name, seconds in own.items()},
+            "order.engine.stop": engine["stop_seconds"],
+            "order.engine.swap": engine["swap_seconds"],
+            **{f"order.engine.swap.{n}": s for n, s in swap.get("seconds", {}).items()},
+        }
+
     async def step(self, name: str) -> None:
-        if self.plan.observer is not None:
-            await self.plan.observer(name, self.worker)
+        if self.refit.observer is not None:
+            await self.refit.observer(name, self.worker)
 
     def lap(self, step: str = "") -> float:
         """Return the seconds since the last lap, report them as those of a step, and begin the next
@@ -406,9 +346,6 @@ class WorkerRefit:
             self.report.steps[step] = seconds
         return seconds
 
-    def _sum_steps(self, *names: str) -> float:
-        return sum(self.report.steps[name] for name in names)
 
-
-class _StillAsleep(AdminError):
-    """A worker has new weights, but not the memory of its KV cache."""
+class _WrongWeights(AdminError):
+    """A worker serves weights that are not those of the version."""

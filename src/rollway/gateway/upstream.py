@@ -123,9 +123,9 @@ class _Turn(Question[ChatReply]):
     request: ChatRequest
     wire: Wire
 
-    def build(self, ticket: Ticket, pin: int | None) -> tuple[dict[str, Any], Assembly]:
+    def build(self, ticket: Ticket) -> tuple[dict[str, Any], Assembly]:
         request = self.request
-        nvext = {**request.body["nvext"], **routing_fields(ticket.salt, ticket.taint, pin)}
+        nvext = {**request.body["nvext"], **routing_fields(ticket.salt, ticket.taint)}
         if ticket.stamped:
             nvext["extra_fields"] = [*nvext["extra_fields"], *STAMP_FIELDS]
         body = {**request.body, "nvext": nvext}

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rollway.errors import ClusterError, RollwayError
-from rollway.fleet.discovery import RlListing
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import RlListing
 from rollway.http import Http
 from rollway.kubernetes import gates
 from rollway.kubernetes.address import reach_graph

@@ -28,7 +28,7 @@ import yaml
 
 import rollway
 from rollway.errors import REPOSITORY, PortInUse, RollwayError, StackNotRunning, UsageError
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.model_spec import slug
 from rollway.observe import metrics_endpoint
 from rollway.observe.dash.open_run import find_on_ray, find_state

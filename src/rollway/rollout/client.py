@@ -121,11 +121,8 @@ class Rollouts(Sender):
             group: a session id; calls with the same id are sent to the same worker.
 
         Raises:
-            UsageError: the wire cannot stream.
             RolloutError: the stream broke, or its weights changed.
         """
-        if not self.wire.streams:
-            raise UsageError(f"The wire `{self.wire.name}` cannot stream.", "Use `completions`.")
         trajectory = Trajectory(check_prompt(prompt_ids), sampling or Sampling(), self.adapter)
         sample = _Sample(self, trajectory, session=group, is_streamed=True)
         is_first = True
@@ -199,7 +196,7 @@ class _Sample(Question[Rollout]):
     client: Rollouts
     trajectory: Trajectory
 
-    def build(self, ticket: Ticket, pin: int | None) -> tuple[dict[str, Any], Assembly]:
+    def build(self, ticket: Ticket) -> tuple[dict[str, Any], Assembly]:
         prompt, sampling = self.trajectory.next_leg()
         wire = self.client.wire
         body = wire.request(
@@ -208,7 +205,6 @@ class _Sample(Question[Rollout]):
             sampling,
             cache_salt=ticket.add_salt(self.trajectory.salt),
             required_taint=ticket.taint,
-            pin=pin,
             stamped=ticket.stamped,
             stream=self.is_streamed,
         )

@@ -4,7 +4,7 @@ Rollouts, streams, scores and the gateway's turns share one loop, `Sender._ask`:
 
     ticket      wait until no refit blocks requests; take a version, its taint and its salt
     send        the body that the `Question` builds for that ticket
-    failed?     wait, drop the session, choose another worker, and begin again
+    failed?     wait, drop the session, and begin again
     judge       is every token of a known version (`_is_attributed`), and does the question take it?
     take        what the question makes of it; a cut rollout takes its tokens and asks for the rest
 
@@ -15,7 +15,6 @@ answer that does not count is used, so asking again is always safe.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from array import array
 from collections.abc import (
@@ -30,7 +29,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
 import msgspec
@@ -40,7 +39,7 @@ from rollway.http import Http, Retry, read_error_message
 from rollway.observe.tally import RolloutTally
 from rollway.observe.traces import HEADER, Tracer, TraceSpan
 from rollway.rollout.completion import Assembly, Completion
-from rollway.rollout.wire import COMPLETIONS, GENERATE, Wire, has_route
+from rollway.rollout.wire import COMPLETIONS, Wire
 from rollway.versions import FleetVersions, Ticket
 
 T = TypeVar("T")
@@ -79,7 +78,7 @@ class Question(Generic[T]):
     began: float = 0.0
     """When its first request could be sent."""
 
-    def build(self, ticket: Ticket, pin: int | None) -> tuple[dict[str, Any], Assembly]:
+    def build(self, ticket: Ticket) -> tuple[dict[str, Any], Assembly]:
         """Return the body of a request, and what collects the answer."""
         raise NotImplementedError
 
@@ -153,16 +152,13 @@ class Sender:
         that breaks raises: its caller has seen tokens, which cannot be sampled again."""
         result, span = None, question.span
         session, trouble = question.session, Trouble(self._patience)
-        pins = Pins(self._versions, able=self.wire.routed)
         try:
             async with self._slots, asyncio.timeout(self._timeout):
                 question.began = time.monotonic()
                 while result is None:
                     ticket = await self._ticket(trouble, question.version)
-                    body, assembly = question.build(ticket, pins.now)
-                    # Dynamo prefers the worker of a session to a pinned one, so a pinned request
-                    # has no session.
-                    headers = self._make_headers(session if pins.now is None else None, span)
+                    body, assembly = question.build(ticket)
+                    headers = self._make_headers(session, span)
                     failure: Unreachable | RequestFailed | None = None
                     before = question.count_kept()
                     with self._count_in_flight():
@@ -189,7 +185,7 @@ class Sender:
                             completion = assembly.finish()
                             result = await self._judge(question, completion, ticket, raw)
                     if failure is not None:
-                        if not await self._recover(failure, headers, ticket, pins, trouble, span):
+                        if not await self._recover(failure, headers, trouble, span):
                             session = None
                     elif result is None:
                         if span is not None:
@@ -197,7 +193,6 @@ class Sender:
                         if question.count_kept() > before:
                             trouble = Trouble(self._patience)
                         else:
-                            pins.next(ticket)
                             await trouble.wait(make_retry_error(completion))
         except TimeoutError as error:
             raise Unreachable(
@@ -210,20 +205,16 @@ class Sender:
         self,
         failure: Unreachable | RequestFailed,
         headers: Mapping[str, str],
-        ticket: Ticket,
-        pins: Pins,
         trouble: Trouble,
         span: TraceSpan | None,
     ) -> bool:
         """Wait after a failed request, or raise if no later one can succeed. Return whether its
         session can be kept: it may be bound to a worker that died or serves an older version."""
-        if not (pins.now or is_temporary(failure)):
+        if not is_temporary(failure):
             raise describe_error(failure, self.model)
-        await self._refuse_missing_route(failure)
         self._count_retry(failure, span)
         if self._is_session_refused(failure, headers):
             return True
-        pins.exclude_current(ticket)
         await trouble.wait(describe_error(failure, self.model))
         await self._refresh_workers()
         return False
@@ -288,16 +279,6 @@ class Sender:
         finally:
             self.in_flight -= 1
 
-    async def _refuse_missing_route(self, error: Unreachable | RequestFailed) -> None:
-        """Raise if a 404 means that the route is missing. A missing model is temporary."""
-        missing = isinstance(error, RequestFailed) and error.status == 404
-        if missing and self.wire is GENERATE and not await has_route(self._http, self._url):
-            raise RolloutError(
-                f"The server has no route {self._url}.",
-                "Set DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1 for the Dynamo frontend, or use the "
-                "wire `completions`.",
-            ) from error
-
     async def _ticket(self, trouble: Trouble, version: int | None = None) -> Ticket:
         """Wait until no refit blocks requests and a worker serves the version; return a ticket."""
         is_fresh = self._refresh is None
@@ -318,34 +299,23 @@ class Sender:
 
     async def _is_attributed(self, ticket: Ticket, answer: Completion) -> bool:
         """Return whether the versions of an answer's tokens are known: the worker has named them,
-        or the ticket's version sampled all of them.
-
-        This process may not know of refits by other processes, so `still_serves` asks the
-        worker."""
-        if ticket.version is None:
+        or it is a foreign worker that has served the ticket's version all the time."""
+        if ticket.version is None or answer.versions is not None:
             return True
-        # What a prefill worker computed is of the version, too: its engine refuses other requests,
-        # or it is asked like the worker that decodes.
-        prefill = answer.prefill_worker_id
-        is_unknown = prefill is not None and not self._versions.is_enforced(prefill)
-        if is_unknown and not await self._has_version(ticket, prefill):
-            return False
-        return answer.versions is not None or await self._has_version(ticket, answer.worker_id)
-
-    async def _has_version(self, ticket: Ticket, worker: int | None) -> bool:
-        """Return whether this worker has had the ticket's version for the whole request."""
-        if worker is None and ticket.taint is None and self.wire.routed:
-            return False  # it migrated, and without a taint possibly to a worker of another version
-        if not self._versions.attributes_to(ticket, worker):
-            if worker is not None and not self._versions.has_met(worker):
-                await self._refresh_workers()  # another process may have admitted it
-            return False
-        if self._still_serves is None:
-            return True
-        # An update may have been issued while the worker was asked.
-        return await self._still_serves(ticket, worker) and self._versions.attributes_to(
-            ticket, worker
-        )
+        worker = answer.worker_id
+        if worker is None and self.wire.routed:
+            return False  # it migrated, and only the last worker's part may have been stamped
+        if worker is not None and worker not in self._versions.by_worker:
+            await self._refresh_workers()  # another process may have admitted it
+        # With prefill and decode apart, both have to be of the version.
+        for each in {worker, answer.prefill_worker_id or worker}:
+            if self._still_serves is None:
+                has_served = self._versions.has_served(ticket, each)
+            else:
+                has_served = await self._still_serves(ticket, each)
+            if not has_served:
+                return False
+        return True
 
     async def _make_stream_error(self, ticket: Ticket) -> RolloutError:
         """Return why the tokens of a stream cannot be attributed to its version."""
@@ -380,37 +350,6 @@ class Trouble:
             raise error
         self._times += 1
         await asyncio.sleep(wait)
-
-
-@dataclass(slots=True)
-class Pins:
-    """Chooses the worker of a retry when requests have no taint.
-
-    Without taints the router would choose the same worker again, whatever it serves. So a retry is
-    pinned to a worker that is known to serve the version. That worker may have died since; then
-    another one is tried. With taints the router itself selects by version, and nothing is
-    pinned."""
-
-    versions: FleetVersions
-    able: bool = True
-    now: int | None = None
-    _dead: set[int] = field(default_factory=set)
-
-    def next(self, ticket: Ticket) -> None:
-        """Pin a worker that serves the ticket's version, if there is one."""
-        self.now = None
-        is_free = ticket.version is not None and ticket.taint is None
-        # Dynamo refuses a pin to a worker that only prefills or only decodes.
-        if self.able and is_free and not self.versions.needed_roles:
-            assert ticket.version is not None
-            good = [i for i in self.versions.list_serving(ticket.version) if i not in self._dead]
-            self.now = random.choice(good) if good else None
-
-    def exclude_current(self, ticket: Ticket) -> None:
-        """Pin another worker, because the pinned one failed."""
-        if self.now is not None:
-            self._dead.add(self.now)
-            self.next(ticket)
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -92,7 +92,7 @@ class _Scored(Question[tuple[Rollout, list[float | None]]]):
     sampling: Sampling
     salt: str
 
-    def build(self, ticket: Ticket, pin: int | None) -> tuple[dict[str, Any], Assembly]:
+    def build(self, ticket: Ticket) -> tuple[dict[str, Any], Assembly]:
         wire = self.teacher.wire
         body = wire.request(
             self.teacher.model,
@@ -100,7 +100,6 @@ class _Scored(Question[tuple[Rollout, list[float | None]]]):
             self.sampling,
             cache_salt=ticket.add_salt(self.salt),
             required_taint=ticket.taint,
-            pin=pin,
             stamped=ticket.stamped,
             prompt_logprobs=True,
         )

@@ -1,12 +1,10 @@
-"""Three wires for rollouts: token ids in, token ids out, one kind of result.
+"""Two wires for rollouts: token ids in, token ids out, one kind of result.
 
-    completions   Dynamo's /v1/completions with `nvext`: taints, pins, the worker's id, KV hits
-    generate      Dynamo's and vLLM's /inference/v1/generate: token ids only; it ignores nvext
-                  silently, so it supports neither taints nor pins
-    vllm          /v1/completions of a plain vLLM server: it has no router, so no taints either
+    completions   Dynamo's /v1/completions with `nvext`: taints, stamps, the worker's id, KV hits
+    vllm          /v1/completions of a plain vLLM server: it has no router, so no taints
 
-All of them send prompts as ids, so no tokenizer touches them, and every sampling parameter, because
-a checkpoint's generation_config would fill in missing ones.
+Both send prompts as ids, so no tokenizer touches them, and every sampling parameter, because a
+checkpoint's generation_config would fill in missing ones.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rollway.errors import RequestFailed, RolloutError, UsageError
-from rollway.http import ONCE, Http
+from rollway.errors import UsageError
 from rollway.rollout.completion import Assembly, Nvext, Usage, only_choice, parse
 from rollway.rollout.sampling import Sampling
 
@@ -35,8 +32,7 @@ class Wire:
     support."""
     assembly: Callable[[Sampling, int], Assembly]
     routed: bool = False
-    """Whether it respects taints and pins, and names the worker."""
-    streams: bool = True
+    """Whether it respects taints and pins, and names the worker and its versions."""
 
 
 # --- Dynamo's completions -----------------------------------------------------------------------
@@ -87,7 +83,7 @@ def completion_request(
 
 
 def routing_fields(
-    cache_salt: str | None, required_taint: str | None, pin: int | None
+    cache_salt: str | None, required_taint: str | None, pin: int | None = None
 ) -> dict[str, Any]:
     """Return the nvext fields that limit the workers and the KV cache of a request."""
     nvext: dict[str, Any] = {}
@@ -140,73 +136,6 @@ COMPLETIONS = Wire(
 )
 
 
-# --- /inference/v1/generate ---------------------------------------------------------------------
-
-
-def generate_request(
-    model: str, prompt_ids: Sequence[int], sampling: Sampling, *, cache_salt: str | None = None,
-    prompt_logprobs: bool = False, **_: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Build a request for /inference/v1/generate, which would ignore taints and pins."""
-    body: dict[str, Any] = {
-        "model": model,
-        "token_ids": list(prompt_ids),
-        "sampling_params": sampling.to_fields(),
-    }
-    if prompt_logprobs:
-        body["sampling_params"]["prompt_logprobs"] = 0
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
-    return body
-
-
-class _ContentLogprob(msgspec.Struct):
-    token: str
-    logprob: float | None = None
-
-
-class _ContentLogprobs(msgspec.Struct):
-    content: list[_ContentLogprob] | None = None
-
-
-class _GeneratedChoice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    logprobs: _ContentLogprobs | None = None
-    finish_reason: str | None = None
-    routed_experts: Any = None
-
-
-class _Generated(msgspec.Struct):
-    choices: list[_GeneratedChoice] = []
-    usage: Usage | None = None
-    prompt_logprobs: Any = None
-
-
-class GenerateAssembly(Assembly):
-    """Collects answers of /inference/v1/generate: no usage on Dynamo, and no worker id."""
-
-    def add(self, raw: Any) -> list[int]:
-        answer = parse(raw, _Generated)
-        choice = only_choice(answer.choices)
-        self._add_usage(answer.usage)
-        self._prompt_logprobs = answer.prompt_logprobs or self._prompt_logprobs
-        if choice is None:
-            return []
-        self._finish = choice.finish_reason or self._finish
-        self._experts = choice.routed_experts or self._experts
-        content = (choice.logprobs and choice.logprobs.content) or []
-        names = [f"token_id:{token}" for token in choice.token_ids or []]
-        if content and [entry.token for entry in content] != names:
-            raise RolloutError("The engine sent log-probs of other tokens than the sampled ones.")
-        self._logprobs += [entry.logprob for entry in content]
-        return self._add_ids(choice.token_ids)
-
-
-GENERATE = Wire(
-    "generate", "/inference/v1/generate", generate_request, GenerateAssembly, streams=False
-)
-
-
 # --- a plain vLLM server ------------------------------------------------------------------------
 
 
@@ -233,7 +162,7 @@ def vllm_request(
 
 VLLM = Wire("vllm", "/v1/completions", vllm_request, DynamoAssembly)
 
-WIRES = {wire.name: wire for wire in (COMPLETIONS, GENERATE, VLLM)}
+WIRES = {wire.name: wire for wire in (COMPLETIONS, VLLM)}
 
 
 # --- choosing -------------------------------------------------------------------------------------
@@ -244,12 +173,3 @@ def get_wire(name: str) -> Wire:
     if name not in WIRES:
         raise UsageError(f"There is no wire `{name}`.", f"Use one of: {', '.join(WIRES)}.")
     return WIRES[name]
-
-
-async def has_route(http: Http, url: str) -> bool:
-    """Return whether a server has a route: it answers anything but 404 to an empty request."""
-    try:
-        await http.post(url, {}, timeout=10.0, retry=ONCE)
-    except RequestFailed as error:
-        return error.status != 404
-    return True

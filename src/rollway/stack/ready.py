@@ -15,8 +15,8 @@ from typing import Any
 
 from rollway.errors import RequestFailed, RolloutError, RollwayError, StartError, Unreachable
 from rollway.fleet.admin import leaving_label
-from rollway.fleet.discovery import RlListing, Worker, discover
 from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.workers import RlListing, Worker, discover
 from rollway.http import ONCE, Http
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.wire import DynamoAssembly, completion_request
@@ -273,7 +273,7 @@ class ServingCheck:
         while True:
             try:
                 async with DynamoAdmin(self._http, secret=self._secret).pin() as admin:
-                    if await admin.weight_version(listed) is None:
+                    if (await admin.read(listed)).label is None:
                         await admin.set_taints(listed, taints)
                         await admin.declare_version(listed, label)
                 return

@@ -30,7 +30,7 @@ from rollway.stack.state import (
 )
 
 if TYPE_CHECKING:  # a Keeper imports this module, and does not need most of what these import
-    from rollway.fleet.discovery import Worker
+    from rollway.fleet.workers import Worker
     from rollway.versions import VersionRecord
 
 
@@ -153,7 +153,6 @@ class WeightsFile:
     def __init__(self, stack: str, run_id: str, model: str) -> None:
         self._file = StackDir(stack).path / f"weights-{slug(model)}.json"
         self._run_id = run_id
-        self._seen: tuple[tuple[int, int], int | None] | None = None
 
     def put(self, version: int, path: Path) -> None:
         """Record the checkpoint of the current version."""
@@ -186,17 +185,6 @@ class WeightsFile:
 
     def claims(self) -> dict[int, str]:
         return {int(version): identity for version, identity in self._read().claims.items()}
-
-    async def newest(self) -> int | None:
-        """Return the newest claimed version. It costs one `stat` unless the file was replaced."""
-        try:
-            status = self._file.stat()
-        except OSError:
-            return None
-        stamp = status.st_ino, status.st_mtime_ns
-        if self._seen is None or self._seen[0] != stamp:
-            self._seen = stamp, max(self.claims(), default=None)
-        return self._seen[1]
 
     def _read(self) -> _WeightsRecord:
         """Read the record; return an empty one if it is damaged or of an earlier run."""

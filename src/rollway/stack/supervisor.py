@@ -33,8 +33,8 @@ from typing import Any
 from rollway import processes
 from rollway.errors import RollwayError, StartError
 from rollway.fleet.admin import parse_label, version_left
-from rollway.fleet.discovery import RlListing, discover
 from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.workers import RlListing, discover
 from rollway.http import ONCE, Http
 from rollway.spec import StackSpec
 from rollway.stack import logs
@@ -309,7 +309,7 @@ class Healer:
             for worker in await discover(
                 self._http, RlListing(self._children.plan.rl_url), retry=ONCE
             ):
-                label = None if worker.error else await admin.weight_version(worker)
+                label = None if worker.error else (await admin.read(worker)).label
                 if (version_left(label) or label or 0) > 0:
                     self._children.get_refitted_file(worker.model).touch()
 

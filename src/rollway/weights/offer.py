@@ -133,8 +133,6 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hexadecimal: 32 digits of `digest`, or 16 digits of the checksum `word_sum`."""
     boxes: tuple[PlacedBox, ...] = ()
     """The boxes that a shard contains; empty if this is a Hugging Face tensor itself."""
-    words: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
-    """The checksum `word_sum`, where `digest` is another one."""
 
     @property
     def placed(self) -> tuple[PlacedBox, ...]:
@@ -144,8 +142,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def word_sum(self) -> int | None:
-        digits = self.words or (self.digest if len(self.digest) == 16 else "")
-        return int(digits, 16) if digits else None
+        return int(self.digest, 16) if len(self.digest) == 16 else None
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

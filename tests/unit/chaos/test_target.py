@@ -12,7 +12,7 @@ import pytest
 from chaos.target import Target
 from rollway import processes
 from rollway.errors import StackNotRunning, UsageError
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.processes import ProcessId, make_run_environment
 from rollway.spec import load_spec
 from rollway.stack.state import ProcessState, StackState

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
+from rollway.engine.companions import KvScales, split_headers
 from rollway.engine.incoming import Incoming
-from rollway.engine.kv_scales import KvScales, split_scales
-from rollway.engine.memory import HostBuffers
 from rollway.engine.staging import Staging
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
@@ -76,15 +75,17 @@ def make_offer(tensors: Tensors) -> Offer:
     return Offer("shm", 3, "identity-of-3", nbytes, {})
 
 
-def make_staging(worker: Any, reader: FakeReader, host: HostBuffers | None = None) -> Staging:
+def start_staging(
+    worker: Any, reader: FakeReader, host: list[torch.Tensor] | None = None
+) -> Staging:
     offer = make_offer(reader.tensors_here)
-    headers, scales = split_scales(reader.headers(offer))
+    headers, _, scales = split_headers(reader.headers(offer))
     cache = KvScales(worker, scales) if scales else None
-    incoming = Incoming(worker, reader, offer, headers, 1, torch.clone, scales=cache)
-    return Staging(incoming, headers, host or HostBuffers())
+    incoming = Incoming(worker, reader, offer, headers, torch.clone, scales=cache)
+    return Staging(incoming, headers, [] if host is None else host)
 
 
 def stage(staging: Staging) -> dict[str, Any]:
-    staging.start()
+    """Wait until a staging has ended, and return how."""
     wait_until(lambda: staging.report()["state"] != "running")
     return staging.report()

@@ -50,12 +50,17 @@ class FakeScheduler:
         return [self.requests.pop(name) for name in names]
 
 
+def make_executor(*sleeping: str) -> SimpleNamespace:
+    return SimpleNamespace(sleeping_tags=set(sleeping), is_sleeping=bool(sleeping))
+
+
 class Engine:
     """The parts of EngineCore that the hook uses. `paused` is the future of a pause that waits."""
 
     def __init__(self) -> None:
         self.scheduler = FakeScheduler()
-        self.model_executor = SimpleNamespace(is_sleeping=False)
+        self.model_executor = make_executor()
+        self.is_paused = False
         self.calls: list[str] = []
         self.aborted: list[str] = []
         self.paused: Future[None] | None = None
@@ -81,6 +86,9 @@ class Engine:
 
     def resume_scheduler(self) -> None:
         self._note("resume")
+
+    def is_scheduler_paused(self) -> bool:
+        return self.is_paused
 
     def _note(self, name: str) -> None:
         self.calls.append(name)
@@ -279,6 +287,31 @@ def test_a_cancelled_refit_serves_on_and_swaps_nothing(engine: Any) -> None:
     assert core.is_admitted(engine, FakeRequest("next", "v4"))
 
 
+@pytest.mark.parametrize("ends", ["cancelled", "not staged", "cannot pause"])
+def test_an_engine_that_was_paused_before_stays_paused_if_nothing_was_swapped(
+    engine: Any, ends: str
+) -> None:
+    """A user has paused it, or an earlier refit has left it in doubt."""
+    label(engine, -7)
+    engine.is_paused = True
+    engine.paused = Future()
+    if ends == "not staged":
+        engine.staging = {"state": "failed", "error": "not staged"}
+    if ends == "cannot pause":
+        engine.fails["pause wait"] = RuntimeError("blocks are in use")
+    result = refit(engine, mode="wait")
+    engine.collective_rpc(core.CANCEL)
+    assert result.result(0)[0]["state"] == "refused"
+    assert "resume" not in engine.calls and "rollway_swap" not in engine.calls
+    assert engine._rollway_label == -7
+
+
+def test_an_engine_that_was_paused_before_serves_the_new_version(engine: Any) -> None:
+    engine.is_paused = True
+    assert refit(engine).result(0)[0]["state"] == "served"
+    assert engine.calls[-1] == "resume" and engine._rollway_label == 5
+
+
 def test_a_cancel_without_a_refit_does_nothing(engine: Any) -> None:
     assert engine.collective_rpc(core.CANCEL) == [True]
     refit(engine).result()
@@ -300,17 +333,17 @@ def test_frozen_requests_run_on_in_vllms_own_loop() -> None:
     vllm: Any = importlib.import_module("vllm.v1.engine.core")
 
     class Scheduler(FakeScheduler):
-        is_paused = False
+        pause_state = vllm.PauseState.UNPAUSED
 
         def set_pause_state(self, state: Enum) -> None:
-            self.is_paused = state.name != "UNPAUSED"
+            self.pause_state = state
 
         def has_requests(self) -> bool:
-            return bool(self.requests) and not self.is_paused
+            return bool(self.requests) and self.pause_state is vllm.PauseState.UNPAUSED
 
     engine = object.__new__(vllm.EngineCoreProc)
     engine.scheduler = Scheduler({"a": FakeRequest("a", "v4", num_output_tokens=57)})
-    engine.model_executor = SimpleNamespace(is_sleeping=False)
+    engine.model_executor = make_executor()
     engine.input_queue, engine.aborts_queue = queue.Queue(), queue.Queue()
     engine.shutdown_state = vllm.EngineShutdownState.RUNNING
     engine.engines_running, engine.process_input_queue_block = False, True
@@ -342,7 +375,7 @@ class Ranks:
 
     def __init__(self, *names: str) -> None:
         self.names = names
-        self.is_sleeping = False
+        self.is_sleeping, self.sleeping_tags = False, set()
         self.response_mqs = [Answers() for _ in names]
         self.futures_queue: list[Any] = []
         self.failing: dict[str, str] = {}
@@ -436,12 +469,107 @@ def test_the_package_declares_the_plugin() -> None:
     assert getattr(importlib.import_module(module), function) is core.load_as_plugin
 
 
-def test_a_sleeping_engine_refuses_a_refit(engine: Any) -> None:
+@pytest.mark.parametrize("sleeping", [("weights", "kv_cache"), ("weights",)])
+def test_nothing_is_swapped_into_memory_that_is_gone(engine: Any, sleeping: tuple[str]) -> None:
     label(engine, 4)
-    engine.model_executor.is_sleeping = True
+    engine.model_executor = make_executor(*sleeping)
     (report,) = refit(engine).result(0)
-    assert report == {"state": "refused", "error": "the engine sleeps"}
+    assert report == {"state": "refused", "error": "its weights sleep"}
     assert engine.calls == [] and engine._rollway_label == 4
+
+
+def test_an_engine_whose_cache_sleeps_swaps_and_resumes_when_it_is_back(engine: Any) -> None:
+    """vLLM resumes by itself once all memory is there; before, it would compute without a cache."""
+    label(engine, -7)
+    engine.model_executor, engine.is_paused = make_executor("kv_cache"), True
+    assert refit(engine).result(0)[0]["state"] == "served"
+    assert engine.calls[-1] == "rollway_swap" and "resume" not in engine.calls
+    assert engine._rollway_label == 5
+
+
+# --- prefill and decode apart --------------------------------------------------------------------
+
+
+def from_prefill(name: str, salt: str | None, computed_for: int | None) -> FakeRequest:
+    """Return a request whose prompt a prefill engine has computed."""
+    params = {"do_remote_prefill": True, core.transferred.COMPUTED_FOR: computed_for}
+    return FakeRequest(name, salt, kv_transfer_params=params)
+
+
+class Connector:
+    """What vLLM's connector of a prefill engine does in the scheduler."""
+
+    _kv_lease_duration = 30
+
+    def request_finished(self, request: FakeRequest, blocks: Any) -> Any:
+        return True, {"do_remote_prefill": True}
+
+    def get_num_new_matched_tokens(self, request: FakeRequest, computed: int) -> Any: ...
+
+    def update_connector_output(self, output: Any) -> None: ...
+
+
+def hand_over(engine: Any, labels: list[int | None], salt: str | None) -> FakeRequest:
+    """Return the request to the decode engine, of a prompt that came with the first of the labels
+    and was computed by the last."""
+    connector = Connector()
+    engine.scheduler.get_kv_connector = lambda: SimpleNamespace(connector_scheduler=connector)
+    label(engine, labels[0])
+    request = FakeRequest("prompt", salt)
+    engine.add_request(request, 0)
+    assert list(engine.scheduler.requests) == ["prompt"]
+    label(engine, labels[-1])
+    _, params = connector.request_finished(request, ())
+    return FakeRequest("answer", salt, kv_transfer_params=params)
+
+
+@pytest.mark.parametrize(
+    ("labels", "salt", "version"),
+    [
+        ([4], "v4", 4),
+        ([4, 5], "v4", 4),  # the engine that answers has changed weights since
+        ([None], "v4", None),  # it admits all
+        ([None, 4], "v4", None),
+        ([4], None, None),
+        ([4], "mine", None),
+    ],
+)
+def test_the_hand_over_names_the_version_that_the_engine_had_when_the_request_came(
+    engine: Any, labels: list[int | None], salt: str | None, version: int | None
+) -> None:
+    params = hand_over(engine, labels, salt).kv_transfer_params
+    assert params is not None and params[core.transferred.COMPUTED_FOR] == version
+
+
+@pytest.mark.parametrize(("prefill", "is_taken"), [(4, True), (None, False)])
+def test_a_decode_engine_takes_what_a_prefill_engine_of_its_version_hands_over(
+    engine: Any, prefill: int | None, is_taken: bool
+) -> None:
+    answer = hand_over(engine, [prefill], "v4")
+    decode = type(engine)()
+    label(decode, 4)
+    decode.add_request(answer, 0)
+    assert (list(decode.scheduler.requests) == ["answer"]) is is_taken
+    assert (decode.aborted == ["answer"]) is not is_taken
+
+
+def test_a_decode_engine_refuses_kv_of_another_version_and_of_none(engine: Any) -> None:
+    """Its prefill worker had another version, or no label, or no Rollway in its engine."""
+    label(engine, 4)
+    for name, computed_for in [("right", 4), ("old", 3), ("new", 5), ("unnamed", None)]:
+        engine.add_request(from_prefill(name, "v4", computed_for), 0)
+    unmarked = FakeRequest("unmarked", "v4", kv_transfer_params={"do_remote_prefill": True})
+    engine.add_request(unmarked, 0)
+    own = FakeRequest("own", "v4", kv_transfer_params={"do_remote_decode": True})
+    engine.add_request(own, 0)
+    assert list(engine.scheduler.requests) == ["right", "own"]
+    assert engine.aborted == ["old", "new", "unnamed", "unmarked"]
+
+
+def test_a_request_that_names_no_version_may_have_any_kv(engine: Any) -> None:
+    label(engine, 4)
+    engine.add_request(from_prefill("plain", None, 3), 0)
+    assert list(engine.scheduler.requests) == ["plain"]
 
 
 def test_an_engine_that_ends_does_not_search_for_garbage(

@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollway.engine.drafts import Draft, split_draft
+from rollway.engine.companions import Draft, split_headers
+from rollway.engine.incoming import Incoming
+from rollway.engine.staging import Staging
 from rollway.errors import UsageError
 from rollway.weights.checkpoint import TensorHeader
-from tests.unit.engine.staging import FakeReader, make_staging, stage
-from tests.unit.engine.vllm_models import Tensors
+from tests.unit.engine.staging import FakeReader, make_offer, stage
+from tests.unit.engine.vllm_models import Tensors, headers_of
 
 WIDTH = 4
 
@@ -69,8 +71,13 @@ FC = {"fc.weight": make_header(WIDTH, 2 * WIDTH)}
 
 
 def test_draft_tensors_are_recognised_by_their_prefix() -> None:
-    policy, draft = split_draft({"model.w": make_header(1), "draft.fc.weight": make_header(2)})
-    assert list(policy) == ["model.w"] and list(draft) == ["fc.weight"]
+    names = ("model.w", "draft.fc.weight", "kv_scale.model.k_scale")
+    policy, draft, scales = split_headers({name: make_header(1) for name in names})
+    assert (list(policy), list(draft), list(scales)) == (
+        ["model.w"],
+        ["fc.weight"],
+        ["model.k_scale"],
+    )
 
 
 def test_a_worker_without_a_draft_model_refuses_draft_tensors(tmp_path: Path) -> None:
@@ -115,31 +122,16 @@ def test_an_eagle3_head_fits_under_either_name_of_its_layer(tmp_path: Path) -> N
 
 
 def test_draft_tensors_are_copied_and_policy_tensors_pass_through(tmp_path: Path) -> None:
-    draft = Draft(make_worker(tmp_path), FC)
-    buffer = torch.ones(2)
-    tensors = [("a", torch.zeros(1)), ("draft.fc.weight", buffer), ("b", torch.zeros(1))]
-    assert [name for name, _ in draft.keep_draft(iter(tensors))] == ["a", "b"]
-    buffer.zero_()  # the transport reuses its memory for another tensor
+    draft, buffer = Draft(make_worker(tmp_path), FC), torch.ones(2)
+    reader = FakeReader({"a": torch.zeros(1), "draft.fc.weight": buffer, "b": torch.zeros(1)})
+    incoming = Incoming(None, reader, make_offer({}), {}, torch.clone, draft)
+    assert [name for name, _ in incoming.tensors()] == ["a", "b"]
+    # The reader has used the memory again.
     assert draft._tensors["fc.weight"].tolist() == [1.0, 1.0]
 
 
-def test_a_draft_model_with_other_weights_is_refused(tmp_path: Path) -> None:
-    """Layers that it shares with the policy are not compared: they are the policy's."""
-    worker = make_worker(tmp_path)
-    draft, live = Draft(worker, FC), worker.model_runner.drafter.model
-    weight = live.fc.weight.detach()
-    assert not list(draft.keep_draft(iter([("draft.fc.weight", weight)])))
-    draft._check(draft._list_own(), 1)
-    with torch.no_grad():
-        live.embed_tokens.weight += 1
-        draft._check(draft._list_own(), 1)
-        weight[0, 0] += 1
-        with pytest.raises(RuntimeError, match="does not hold the published"):
-            draft._check(draft._list_own(), 1)
-
-
 def test_a_draft_layer_that_vllm_did_not_load_is_reported(tmp_path: Path) -> None:
-    """With several ranks, whose bits are not summed. Of layers that are tied, one is loaded."""
+    """Of layers that are tied, one is loaded."""
     from vllm.config import VllmConfig
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
@@ -150,12 +142,12 @@ def test_a_draft_layer_that_vllm_did_not_load_is_reported(tmp_path: Path) -> Non
     live.tied.weight = live.fc.weight
     record_metadata_for_reloading(live)
     draft, new = Draft(worker, FC), torch.ones(WIDTH, 2 * WIDTH)
-    assert not list(draft.keep_draft(iter([("draft.fc.weight", new)])))
     live.skipped = {"fc.weight"}
+    draft.keep("fc.weight", new)
     with pytest.raises(RuntimeError, match=r"nothing into .* of the draft model"):
-        draft.load_in_place(2)
+        draft.load()
     live.skipped = set()
-    draft.load_in_place(2)
+    draft.load()
     assert torch.equal(live.fc.weight, new) and live.tied.weight is live.fc.weight
 
 
@@ -167,13 +159,10 @@ def test_a_draft_that_is_not_finite_is_refused_before_the_pause(
     reader = FakeReader(tensors | {"draft.fc.weight": weight})
     for allowed, state in (("0", "failed"), ("1", "ready")):
         monkeypatch.setenv("ROLLWAY_ALLOW_NON_FINITE", allowed)
-        staging = make_staging(worker, reader)
-        staging.incoming.headers, new = split_draft(staging.incoming.headers)
-        staging.served = None
-        draft = staging.incoming.draft = Draft(draft_worker, new)
-        report = stage(staging)
+        headers, new, _ = split_headers(headers_of(reader.tensors_here))
+        draft = Draft(draft_worker, new)
+        offer = make_offer(reader.tensors_here)
+        incoming = Incoming(worker, reader, offer, headers, torch.clone, draft)
+        report = stage(Staging(incoming, None, []))
         assert report["state"] == state, report["error"]
         assert allowed == "1" or report["error"].startswith("draft.fc.weight of version 3 has NaN")
-    with torch.no_grad():
-        draft_worker.model_runner.drafter.model.fc.weight.copy_(weight)
-    draft._check(draft._list_own(), 1)

@@ -158,6 +158,14 @@ def test_fingerprints_add_up_over_any_split_and_order(
     assert fingerprint(padded) == fingerprint(tensor)
 
 
+def test_changes_that_keep_the_sum_of_few_bits_are_seen() -> None:
+    """Elements of parameters whose rows are no whole words, for example a bias of three numbers."""
+    for dtype in (torch.int8, torch.bfloat16):
+        bits = torch.tensor([3, 5, 9], dtype=torch.int8 if dtype == torch.int8 else torch.int16)
+        moved = bits + torch.tensor([1, -1, 0], dtype=bits.dtype)
+        assert fingerprint(bits.view(dtype)) != fingerprint(moved.view(dtype))
+
+
 # --- several ranks -------------------------------------------------------------------------------
 
 RANKS = 4
@@ -205,8 +213,7 @@ def judge_together(models: list[Rank], proofs: list[Proof]) -> None:
     """Let all ranks inspect their models, then judge together."""
     local_sums: list[torch.Tensor] = []
     for proof, model in zip(proofs, models, strict=True):
-        proof.measure(model)
-    for proof in proofs:  # capture the values that the rank would send to the others
+        # Capture the values that the rank would send to the others.
         captured = list[torch.Tensor]()
 
         def capture(local: torch.Tensor, into: list[torch.Tensor] = captured) -> torch.Tensor:
@@ -214,10 +221,10 @@ def judge_together(models: list[Rank], proofs: list[Proof]) -> None:
             raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            proof.compare(capture)
+            proof.check(model, capture)
         local_sums += captured
-    for proof in proofs:
-        proof.compare(lambda _: torch.stack(local_sums).sum(0))
+    for proof, model in zip(proofs, models, strict=True):
+        proof.check(model, lambda _: torch.stack(local_sums).sum(0))
 
 
 def watch(models: list[Rank], tensors: dict[str, torch.Tensor], received: str) -> list[Proof]:
@@ -262,9 +269,8 @@ def test_swapped_parts_of_two_ranks_are_reported_when_parts_were_received() -> N
     models = [Rank(tensors, rank) for rank in (1, 0, 2, 3)]
     judge_together(models, watch(models, tensors, "whole"))
     proof = watch(models, tensors, "parts")[0]
-    proof.measure(models[0])
     with pytest.raises(RuntimeError, match=r"2 of 3 .*attn\.qkv_proj\.weight, embed\.weight"):
-        proof.compare(lambda local: local)
+        proof.check(models[0], lambda local: local)
 
 
 def test_a_part_loaded_at_another_offset_is_reported() -> None:
@@ -272,9 +278,19 @@ def test_a_part_loaded_at_another_offset_is_reported() -> None:
     tensors = make_rank_checkpoint(1)
     model = Rank({**tensors, "attn.k_proj.weight": torch.zeros(4, HIDDEN)}, 0)
     (proof,) = watch([model], tensors, "parts")
-    proof.measure(model)
     with pytest.raises(RuntimeError, match=r"1 of 3 .*attn\.qkv_proj\.weight"):
-        proof.compare(lambda local: local)
+        proof.check(model, lambda local: local)
+
+
+def test_a_part_that_another_rank_holds_is_reported() -> None:
+    """The sum over the ranks is then the one of this rank's part."""
+    tensors = make_rank_checkpoint(1)
+    right = Rank(tensors, 0)
+    wrong = Rank({**tensors, "attn.k_proj.weight": torch.zeros(4, HIDDEN)}, 0)
+    proofs = watch([right, wrong], tensors, "parts")[0], watch([wrong], tensors, "parts")[0]
+    sums = [total for _, total in sorted(proofs[0].check(right).items())]
+    with pytest.raises(RuntimeError, match=r"1 of 3 .*attn\.qkv_proj\.weight"):
+        proofs[1].check(wrong, lambda _: torch.tensor(sums))
 
 
 def test_mixing_parts_and_whole_tensors_of_one_parameter_is_refused() -> None:

@@ -21,68 +21,14 @@ import pytest
 from rollway.engine import guard
 from rollway.engine.guard import STOP_SECONDS, EngineOrders, Guard, install
 from rollway.engine.refit_orders import STAMPS, _open_notifications
-from rollway.signed_calls import CANCEL, DOOR, MEMORY, REFIT, SLEEP, STAGE, WAKE, sign
+from rollway.signed_calls import CANCEL, DISCARD, DOOR, MEMORY, REFIT, SLEEP, STAGE, WAKE, sign
+from tests.unit.engine.dynamo_handler import BOTH, LEAVING, Handler, add_orders
 from tests.waiting import stays_async, wait_until_async
 
 ORDER = {
-    "identity": "w5", "mode": "abort", "label": 4, "leaving": -10, "version": 5,
+    "identity": "w5", "mode": "abort", "label": 4, "leaving": LEAVING, "version": 5,
     "taints": ["rollway-v5"], "taints_before": ["rollway-v4"],
 }  # fmt: skip
-
-
-class Handler:
-    """Dynamo's object behind the RL routes, and its engine client."""
-
-    def __init__(self) -> None:
-        self._pause_lock = asyncio.Lock()
-        self._weight_version: Any = 4
-        self._paused = False
-        self.engine_client = self
-        self.calls: list[Any] = []
-        self.report: dict[str, Any] | Exception = {"state": "served", "frozen": {}}
-        self.labels: list[int | None] = []
-        self.hold: asyncio.Event | None = None
-        self.staged: dict[str, Any] = {}
-        self.notifications = 2
-        self.states: list[list[str]] = []
-        """What its two ranks report, call after call; ready in the end."""
-
-    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
-        self.calls.append(method)
-        if method == "rollway_label":
-            self.labels.append(kwargs["label"])
-            return [True]
-        if method == "rollway_refit":
-            self.calls.append(("label during the refit", self._weight_version))
-            if self.hold is not None:
-                await self.hold.wait()
-            if isinstance(self.report, Exception):
-                raise self.report
-            return [dict(self.report)]
-        if method == "rollway_stage":
-            self.staged = kwargs
-            for _ in range(self.notifications):
-                with socket.socket(socket.AF_UNIX) as client:
-                    client.setblocking(False)
-                    await asyncio.get_running_loop().sock_connect(client, f"\0{kwargs['tell']}")
-            if isinstance(self.report, Exception):
-                raise self.report
-            return [None, None]
-        states = self.states.pop(0) if self.states else ["ready", "ready"]
-        return [{"state": state, "error": ""} for state in states]
-
-    async def set_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._weight_version = body["weight_version"]
-        return {"status": "ok"}
-
-    async def get_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"status": "ok", "version": self._weight_version}
-
-    async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[Any]:
-        self.calls.append(request)
-        yield {"token_ids": [1, 2]}
-        await asyncio.sleep(0)  # it really suspends
-        yield {"token_ids": [3], "finish_reason": "length"}
 
 
 class Context:
@@ -90,33 +36,21 @@ class Context:
         return "request-1"
 
 
-def make_orders(handler: Handler) -> tuple[EngineOrders, Any, Any]:
-    orders = EngineOrders()
-
-    async def set_taints(body: dict[str, Any]) -> dict[str, Any]:
-        handler.calls.append(tuple(body["taints"]))
-        return {"status": "ok"}
-
-    orders.wrap("update/model_taints", set_taints)
-    write = orders.wrap("set_weight_version", handler.set_weight_version)
-    read = orders.wrap("get_weight_version", handler.get_weight_version)
-    return orders, write, read
-
-
 async def test_an_order_leaves_the_routing_refits_and_returns() -> None:
     handler = Handler()
-    orders, *_ = make_orders(handler)
+    orders, _ = add_orders(handler)
     reply = await orders.refit.run(ORDER)
     assert reply["status"] == "ok" and reply["report"]["state"] == "served"
     assert set(reply["seconds"]) == {"leave", "engine", "enter"}
-    during = ("label during the refit", -10)
-    assert handler.calls == [(), "rollway_refit", during, ("rollway-v5",)]
-    assert handler._weight_version == 5
+    assert handler.calls == [(), "rollway_refit", ("rollway-v5",)]
+    assert handler.label_at[()] == handler.label_at["rollway_refit"] == LEAVING
+    # Last: a worker that is labelled with a version serves it.
+    assert handler.label_at["rollway-v5",] == LEAVING and handler._weight_version == 5
 
 
 async def test_an_order_for_another_label_is_refused() -> None:
     handler = Handler()
-    orders, *_ = make_orders(handler)
+    orders, _ = add_orders(handler)
     reply = await orders.refit.run({**ORDER, "label": 3})
     assert (reply["status"], reply["state"]) == ("error", "refused")
     assert handler.calls == [] and handler._weight_version == 4
@@ -125,32 +59,41 @@ async def test_an_order_for_another_label_is_refused() -> None:
 async def test_a_refusal_of_the_engine_restores_label_and_routing() -> None:
     handler = Handler()
     handler.report = {"state": "refused", "error": "not staged"}
-    orders, *_ = make_orders(handler)
+    orders, _ = add_orders(handler)
     reply = await orders.refit.run(ORDER)
     assert (reply["state"], reply["message"]) == ("refused", "not staged")
     assert handler.calls[-1] == ("rollway-v4",) and handler._weight_version == 4
 
 
+async def test_no_request_is_routed_to_a_worker_that_a_refused_refit_leaves_paused() -> None:
+    """A user has paused it: requests would wait in it until it is resumed."""
+    handler = Handler()
+    handler._paused, handler.report = True, {"state": "refused", "error": "not staged"}
+    orders, _ = add_orders(handler)
+    assert (await orders.refit.run(ORDER))["state"] == "refused"
+    assert handler.calls[-1] == () and handler._weight_version == 4 and handler._paused
+
+
 async def test_a_failed_swap_leaves_the_worker_out_of_service() -> None:
     handler = Handler()
     handler.report = RuntimeError("2 parameters differ")
-    orders, *_ = make_orders(handler)
+    orders, _ = add_orders(handler)
     reply = await orders.refit.run(ORDER)
     assert (reply["state"], reply["message"]) == ("in doubt", "2 parameters differ")
-    assert handler._weight_version == -10 and handler._paused
+    assert handler._weight_version == LEAVING and handler._paused
     assert ("rollway-v5",) not in handler.calls
 
 
 async def test_an_order_ends_although_its_caller_is_gone() -> None:
     handler = Handler()
-    handler.hold = asyncio.Event()
-    orders, *_ = make_orders(handler)
+    handler.holds[REFIT] = hold = asyncio.Event()
+    orders, _ = add_orders(handler)
     call = asyncio.create_task(orders.refit.run(ORDER))
     await wait_until_async(lambda: "rollway_refit" in handler.calls)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    handler.hold.set()
+    hold.set()
     async with handler._pause_lock:  # the order holds it until it ends
         assert handler._weight_version == 5
 
@@ -163,29 +106,20 @@ STAGING = {
 
 async def test_one_order_stages_and_answers_with_all_that_a_refit_needs() -> None:
     handler = Handler()
-    orders, *_ = make_orders(handler)
+    orders, _ = add_orders(handler)
     reply = await asyncio.wait_for(orders.refit.stage(STAGING), 30)
     ready = {"state": "ready", "error": ""}
     facts = {"label": 4, "refits": True, "asleep": 0}
     assert reply == {"status": "ok", "ranks": [ready, ready], **facts}
-    assert handler.calls == ["rollway_stage", "rollway_staging", "rollway_label"]
+    assert handler.calls == ["rollway_label", "rollway_stage", "rollway_staging"]
     assert handler.staged["offer"] == {"identity": "w5"}
-
-
-async def test_nothing_is_staged_while_the_weights_sleep() -> None:
-    handler = Handler()
-    orders, *_ = make_orders(handler)
-    orders._sleep.level, orders._sleep._sleeping = 2, {"weights", "kv_cache"}
-    reply = await orders.refit.stage(STAGING)
-    assert reply == {"status": "ok", "are_weights_asleep": True, "asleep": 2}
-    assert handler.calls == []
 
 
 @pytest.mark.parametrize("notifications", [0, 1])
 async def test_ranks_that_cannot_notify_are_asked_again(notifications: int) -> None:
     handler = Handler()
     handler.notifications, handler.states = notifications, [["running", "ready"]]
-    orders, *_ = make_orders(handler)
+    orders, _ = add_orders(handler)
     reply = await asyncio.wait_for(orders.refit.stage(STAGING), 30)
     assert [rank["state"] for rank in reply["ranks"]] == ["ready", "ready"]
     assert handler.calls.count("rollway_staging") == 2
@@ -194,7 +128,7 @@ async def test_ranks_that_cannot_notify_are_asked_again(notifications: int) -> N
 async def test_an_order_to_stage_answers_in_time_also_if_the_ranks_are_not_done() -> None:
     """The caller then repeats it."""
     handler = Handler()
-    orders, *_ = make_orders(handler)
+    orders, _ = add_orders(handler)
     reply = await orders.refit.stage({**STAGING, "seconds": 0.0})
     assert [rank["state"] for rank in reply["ranks"]] == ["running"]
     reply = await asyncio.wait_for(orders.refit.stage(STAGING), 30)
@@ -204,29 +138,182 @@ async def test_an_order_to_stage_answers_in_time_also_if_the_ranks_are_not_done(
 async def test_a_worker_without_a_label_stages_nothing_if_it_needs_one() -> None:
     handler = Handler()
     handler._weight_version = None
-    orders, *_ = make_orders(handler)
+    orders, _ = add_orders(handler)
     reply = await orders.refit.stage(STAGING)
-    assert (reply["label"], reply["ranks"], handler.calls) == (None, [], [])
+    assert (reply["label"], reply["ranks"], reply["refits"]) == (None, [], True)
+    assert "rollway_stage" not in handler.calls
     assert (await orders.refit.stage({**STAGING, "needs_label": False}))["ranks"]
 
 
 async def test_an_engine_that_cannot_stage_says_why() -> None:
     handler = Handler()
-    handler.report = AttributeError("'Worker' object has no attribute 'rollway_stage'")
-    orders, *_ = make_orders(handler)
+    handler.fails[STAGE] = AttributeError("'Worker' object has no attribute 'rollway_stage'")
+    orders, _ = add_orders(handler)
     reply = await orders.refit.stage(STAGING)
     assert reply["status"] == "error" and "no attribute 'rollway_stage'" in reply["message"]
 
 
+@pytest.mark.parametrize("has_extension", [True, False])
+async def test_an_engine_without_the_plugin_stages_nothing(has_extension: bool) -> None:
+    """The fleet takes its worker for a foreign one."""
+    handler = Handler()
+    handler.is_hooked = False
+    if not has_extension:
+        handler.fails["rollway_label"] = AttributeError("no attribute 'rollway_label'")
+    orders, routes = add_orders(handler)
+    reply = await orders.refit.stage(STAGING)
+    assert (reply["refits"], reply["ranks"]) == (False, [])
+    assert handler.calls == ["rollway_label"]
+    assert (await routes["get_weight_version"]({}))["enforced"] is False
+
+
+async def test_staged_weights_that_will_not_be_served_are_freed() -> None:
+    handler = Handler()
+    orders, _ = add_orders(handler)
+    assert await orders.refit.discard({"identity": "w5"}) == {"status": "ok"}
+    assert handler.calls == ["rollway_unstage"]
+
+
 async def test_the_engine_gets_every_label_of_the_worker() -> None:
     handler = Handler()
-    _, write, read = make_orders(handler)
+    _, routes = add_orders(handler)
+    read, write = routes["get_weight_version"], routes["set_weight_version"]
     assert (await read({}))["enforced"] is False
     for label in (7, -3, "8", "by another tool"):
         await write({"weight_version": label})
-    assert handler.labels == [7, -3, 8, None]
+    assert handler.labels == [7, -3, 8, -1]
     reply = {"status": "ok", "version": "by another tool", "enforced": True, "asleep": 0}
     assert await read({}) == {**reply, "paused": False}
+
+
+async def test_a_worker_that_another_tool_has_labelled_is_in_doubt_until_it_is_refitted() -> None:
+    """The fleet reads its label as -1, and orders name that one."""
+    handler, orders, _ = await make_labelled("step-3")
+    assert handler.labels == [-1]  # it refuses requests of every version
+    assert (await orders.refit.stage(STAGING))["label"] == "step-3"
+    reply = await orders.refit.run({**ORDER, "label": -1, "leaving": -1, "taints_before": []})
+    assert reply["status"] == "ok" and handler._weight_version == 5
+
+
+# --- a worker that sleeps ------------------------------------------------------------------------
+
+
+async def make_sleeper(level: int) -> tuple[Handler, EngineOrders, dict[str, Any]]:
+    """Return a worker that sleeps."""
+    handler = Handler()
+    orders, routes = add_orders(handler)
+    await routes["set_weight_version"]({"weight_version": 4})
+    reply = await routes[SLEEP](
+        {"level": level, "mode": "wait", "label": 4, "leaving": LEAVING, "taints": ["rollway-v4"]}
+    )
+    assert reply["status"] == "ok" and handler.asleep == BOTH
+    handler.calls.clear()
+    return handler, orders, routes
+
+
+SLEEPERS_ORDER = {**ORDER, "label": LEAVING, "leaving": -1, "taints_before": []}
+for_each_level = pytest.mark.parametrize("level", [1, 2])
+
+
+@for_each_level
+async def test_to_stage_wakes_the_weights_of_a_worker_that_sleeps_and_nothing_else(
+    level: int,
+) -> None:
+    handler, orders, _ = await make_sleeper(level)
+    for _ in range(2):  # an order may be repeated
+        reply = await orders.refit.stage(STAGING)
+        assert (reply["label"], reply["asleep"]) == (LEAVING, level)
+        assert [rank["state"] for rank in reply["ranks"]] == ["ready", "ready"]
+    assert handler.calls.count(("wake_up", "weights")) == 1
+    assert handler.calls.index(("wake_up", "weights")) < handler.calls.index("rollway_stage")
+    assert handler.asleep == {"kv_cache"} and handler._paused
+
+
+@for_each_level
+async def test_a_refit_wakes_the_cache_last_and_then_serves(level: int) -> None:
+    """Until the swap, the memory may hold the staged weights."""
+    handler, orders, routes = await make_sleeper(level)
+    await orders.refit.stage(STAGING)
+    handler.calls.clear()
+    reply = await orders.refit.run(SLEEPERS_ORDER)
+    assert handler.calls == [(), "rollway_refit", ("wake_up", "kv_cache"), ("rollway-v5",)]
+    assert {handler.label_at[call] for call in handler.calls} == {-1}
+    assert handler._weight_version == 5 and handler.asleep == set() and not handler._paused
+    assert reply["memory"].keys() == {"asleep", "after", "seconds"}
+    assert reply["memory"]["seconds"].keys() == {"wake.weights", "wake.kv_cache"}
+    assert (await routes["get_weight_version"]({}))["asleep"] == 0
+    assert (await routes[WAKE]({}))["is_awake"] is True
+
+
+@for_each_level
+async def test_a_worker_whose_cache_does_not_fit_stays_out_of_service(level: int) -> None:
+    handler, orders, routes = await make_sleeper(level)
+    await orders.refit.stage(STAGING)
+    handler.fails["wake_up"] = RuntimeError("out of memory")
+    reply = await orders.refit.run(SLEEPERS_ORDER)
+    assert (reply["status"], reply["state"]) == ("error", "asleep")
+    assert "out of memory (cuda:0 has 1.00 GB free" in reply["message"]
+    assert handler._weight_version == -1 and handler._paused
+    assert ("rollway-v5",) not in handler.calls
+    del handler.fails["wake_up"]
+    # Its weights are the new ones, so a wake must not say that it serves the old version.
+    assert await routes[WAKE]({}) == {"status": "ok", "is_awake": False, "level": level}
+    assert handler._weight_version == -1
+    # The next refit brings it back.
+    await orders.refit.discard({"identity": "w5"})
+    await orders.refit.stage(STAGING)
+    reply = await orders.refit.run({**SLEEPERS_ORDER, "label": -1})
+    assert reply["status"] == "ok" and handler._weight_version == 5
+
+
+@for_each_level
+async def test_a_worker_that_slept_sleeps_again_if_the_update_is_discarded(level: int) -> None:
+    handler, orders, routes = await make_sleeper(level)
+    await orders.refit.stage(STAGING)
+    handler.calls.clear()
+    await orders.refit.discard({"identity": "w5"})
+    assert handler.calls == ["rollway_unstage", "rollway_before_sleep", ("sleep", level, "abort")]
+    assert handler.asleep == BOTH and handler._weight_version == LEAVING
+    await orders.refit.discard({"identity": "w5"})  # again: nothing is left to do
+    assert handler.calls[3:] == ["rollway_unstage"]
+    reply = await routes[WAKE]({})
+    assert reply.get("version") == (4 if level == 1 else None)
+
+
+@for_each_level
+async def test_a_refused_refit_leaves_a_worker_asleep_with_what_it_has(level: int) -> None:
+    handler, orders, routes = await make_sleeper(level)
+    await orders.refit.stage(STAGING)
+    handler.report = {"state": "refused", "error": "not staged"}
+    assert (await orders.refit.run(SLEEPERS_ORDER))["state"] == "refused"
+    assert handler._weight_version == LEAVING and handler.asleep == {"kv_cache"}
+    assert handler.calls[-1] == () and handler._paused
+    await orders.refit.discard({"identity": "w5"})
+    reply = await routes[WAKE]({})
+    assert reply.get("version") == (4 if level == 1 else None)
+    assert handler._weight_version == (4 if level == 1 else LEAVING)
+
+
+async def test_a_wake_does_not_restore_what_a_failed_swap_has_left() -> None:
+    handler, orders, routes = await make_sleeper(1)
+    await orders.refit.stage(STAGING)
+    handler.report = RuntimeError("2 parameters differ")
+    assert (await orders.refit.run(SLEEPERS_ORDER))["state"] == "in doubt"
+    await orders.refit.discard({"identity": "w5"})
+    handler.calls.clear()
+    assert await routes[WAKE]({}) == {"status": "ok", "is_awake": False, "level": 1}
+    assert handler.calls == [] and handler._weight_version == -1 and handler.asleep == BOTH
+
+
+async def test_an_engine_that_cannot_give_the_weights_their_memory_stages_nothing() -> None:
+    handler, orders, _ = await make_sleeper(1)
+    handler.fails["wake_up"] = RuntimeError("out of memory")
+    reply = await orders.refit.stage(STAGING)
+    assert reply["status"] == "error" and "2.00 GB free" in reply["message"]
+    assert "rollway_stage" not in handler.calls
+
+
+# --- the engine's process and its event loop -----------------------------------------------------
 
 
 @pytest.mark.parametrize(("given", "used"), [(0, STOP_SECONDS), (None, None), (7, 7)])
@@ -234,7 +321,7 @@ async def test_the_engine_has_time_to_exit(given: float | None, used: float | No
     """Dynamo gives it none: it passes the time for draining requests."""
     handler, timeouts = Handler(), []
     handler.shutdown = lambda timeout=None: timeouts.append(timeout)  # type: ignore[attr-defined]
-    make_orders(handler)
+    add_orders(handler)
     handler.engine_client.shutdown(timeout=given)  # type: ignore[attr-defined]
     assert timeouts == [used]
 
@@ -247,10 +334,15 @@ async def sample(handler: Handler, orders: EngineOrders, asked: dict[str, Any]) 
     return [chunk async for chunk in orders.refit.stamp(handler.generate)(asked, Context())]
 
 
-async def test_the_last_chunk_names_the_versions() -> None:
+async def make_labelled(label: Any = 4) -> tuple[Handler, EngineOrders, dict[str, Any]]:
     handler = Handler()
-    orders, write, _ = make_orders(handler)
-    await write({"weight_version": 4})
+    orders, routes = add_orders(handler)
+    await routes["set_weight_version"]({"weight_version": label})
+    return handler, orders, routes
+
+
+async def test_the_last_chunk_names_the_versions() -> None:
+    handler, orders, _ = await make_labelled()
     first, last = await sample(handler, orders, request("engine_data", STAMPS, "worker_id"))
     assert "engine_data" not in first
     assert last["engine_data"] == {STAMPS: [(0, 4)]}
@@ -262,19 +354,75 @@ async def test_the_last_chunk_names_the_versions() -> None:
     "asked", [request("engine_data"), request(STAMPS, salt="mine"), {"token_ids": [1]}]
 )
 async def test_requests_that_do_not_ask_or_name_no_version_get_no_stamps(asked: Any) -> None:
-    handler = Handler()
-    orders, write, _ = make_orders(handler)
-    await write({"weight_version": 4})
+    handler, orders, _ = await make_labelled()
     chunks = await sample(handler, orders, asked)
     assert all("engine_data" not in chunk for chunk in chunks)
 
 
-async def test_a_request_that_a_refit_froze_has_both_versions() -> None:
+async def is_stamped(handler: Handler, orders: EngineOrders) -> bool:
+    """Sample a request that names version 4 and asks for stamps."""
+    *_, last = await sample(handler, orders, request("engine_data", STAMPS))
+    return "engine_data" in last
+
+
+async def test_an_engine_without_a_label_stamps_nothing() -> None:
+    """It admits every request, so nobody knows which version samples it."""
     handler = Handler()
-    orders, write, _ = make_orders(handler)
-    await write({"weight_version": 4})
+    orders, routes = add_orders(handler)
+    assert not await is_stamped(handler, orders)
+    handler._weight_version = None
+    await orders.refit.stage(STAGING)  # the engine is known to have the plugin, and has no label
+    assert (await routes["get_weight_version"]({}))["enforced"] is True
+    assert not await is_stamped(handler, orders)
+    await routes["set_weight_version"]({"weight_version": 4})
+    assert await is_stamped(handler, orders)
+    await routes["set_weight_version"]({"weight_version": None})
+    assert not await is_stamped(handler, orders)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+async def test_an_engine_without_the_plugin_stamps_nothing(raises: bool) -> None:
+    handler = Handler()
+    handler.is_hooked = False
+    if raises:
+        handler.fails["rollway_label"] = RuntimeError("no such method")
+    orders, routes = add_orders(handler)
+    await routes["set_weight_version"]({"weight_version": 4})
+    assert not await is_stamped(handler, orders)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 4), (4, None)])
+async def test_nothing_is_stamped_between_the_workers_label_and_the_engines(
+    before: int | None, after: int | None
+) -> None:
+    """The worker has the new label, and the engine may still have none, or none any more."""
+    handler, orders, routes = await make_labelled(before)
+    handler.holds["rollway_label"] = hold = asyncio.Event()
+    labelling = asyncio.create_task(routes["set_weight_version"]({"weight_version": after}))
+    await wait_until_async(lambda: handler.calls.count("rollway_label") == 2)
+    assert handler._weight_version == after
+    assert not await is_stamped(handler, orders)
+    hold.set()
+    await labelling
+    assert await is_stamped(handler, orders) is (after == 4)
+
+
+async def test_a_refit_labels_the_engine_so_that_its_worker_stamps() -> None:
+    """Nobody has labelled it before, as in a stack that others have started."""
+    handler = Handler()
+    handler._weight_version = None
+    orders, _ = add_orders(handler)
+    await orders.refit.stage({**STAGING, "needs_label": False})
+    assert not await is_stamped(handler, orders)
+    order = {**ORDER, "label": None, "leaving": -1, "version": 4, "taints_before": []}
+    assert (await orders.refit.run(order))["status"] == "ok"
+    assert await is_stamped(handler, orders)
+
+
+async def test_a_request_that_a_refit_froze_has_both_versions() -> None:
+    handler, orders, _ = await make_labelled()
     handler.report = {"state": "served", "frozen": {"request-1-ab12cd34": 2, "other-99": 7}}
-    handler.hold = asyncio.Event()
+    handler.holds[REFIT] = hold = asyncio.Event()
     stream = orders.refit.stamp(handler.generate)(request("engine_data", STAMPS), Context())
     await anext(stream)
     refit = asyncio.create_task(orders.refit.run({**ORDER, "mode": "keep"}))
@@ -282,7 +430,7 @@ async def test_a_request_that_a_refit_froze_has_both_versions() -> None:
     await wait_until_async(lambda: "rollway_refit" in handler.calls)
     # The refit that is running may have frozen this request.
     assert await stays_async(lambda: not last.done(), 0.01)
-    handler.hold.set()
+    hold.set()
     assert (await last)["engine_data"] == {STAMPS: [(0, 4), (2, 5)]}
     await refit
     await stream.aclose()
@@ -347,9 +495,9 @@ async def test_orders_of_a_worker_need_a_signature(monkeypatch: pytest.MonkeyPat
     guard, handler = Guard("a secret"), Handler()
     install(guard)
     runtime().register_engine_route("set_weight_version", handler.set_weight_version)
-    own = {REFIT, CANCEL, STAGE, SLEEP, WAKE, MEMORY}
+    own = {REFIT, CANCEL, STAGE, DISCARD, SLEEP, WAKE, MEMORY}
     assert routes.keys() == {DOOR, "set_weight_version", *own}
-    for name in (REFIT, CANCEL, STAGE):
+    for name in own:
         for order in ({}, {"rollway_order": sign("another", name, guard.verifier.process, ORDER)}):
             assert (await routes[name](order))["status"] == "error"
     assert handler.calls == [] and handler._weight_version == 4

@@ -10,6 +10,7 @@ import gc
 import itertools
 import json
 import math
+import re
 import threading
 import weakref
 from pathlib import Path
@@ -18,15 +19,15 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine import in_place, memory
-from rollway.engine.memory import FreeMemory, HostBuffers
+from rollway.engine import loading, memory
+from rollway.engine.memory import FreeMemory
 from rollway.engine.worker import WorkerExtension
 from tests.unit.engine.staging import (
     FakeReader,
     is_serving,
-    make_staging,
     parameters_of,
     stage,
+    start_staging,
 )
 from tests.unit.engine.vllm_models import (
     Tensors,
@@ -60,19 +61,19 @@ def test_each_strategy_serves_what_vllm_would_load(
     before = parameters_of(worker.model_runner.get_model())
     addresses = [p.data_ptr() for p in worker.model_runner.get_model().parameters()]
     reader = FakeReader(tensors, shares=strategy == "direct", has_sums=has_sums)
-    staging = make_staging(worker, reader)
+    staging = start_staging(worker, reader)
     report = stage(staging)
-    assert (report["state"], report["strategy"], report["error"]) == ("ready", strategy, "")
-    assert report["seconds"].keys() == {"plan", "load", "prove", "prepare"}
+    assert (report["state"], staging.strategy, report["error"]) == ("ready", strategy, "")
+    assert staging.incoming.seconds.keys() == {"plan", "load", "prove", "prepare"}
+    assert (staging._staged is None) == (strategy == "direct")
     assert is_serving(worker, before) and reader.finished == []  # until the swap
     result = staging.swap()
     assert is_serving(worker, expected) and reader.finished == [3]
     assert [p.data_ptr() for p in worker.model_runner.get_model().parameters()] == addresses
     assert json.loads(json.dumps([report, result])) == [report, result]
-    assert result["strategy"] == strategy and result["reason"] and result["reloaded"] == []
+    assert result["strategy"] == strategy and result["reason"] and "reloads" not in result["reason"]
     assert result["seconds"].keys() == {"copy", "verify"}
-    aligned = sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors.values())
-    assert result["staged_bytes"] == (0 if strategy == "direct" else aligned)
+    assert staging._staged is None
 
 
 def test_without_memory_the_weights_are_read_during_the_pause(
@@ -81,25 +82,24 @@ def test_without_memory_the_weights_are_read_during_the_pause(
     limit_memory(monkeypatch, NOTHING, NOTHING)
     model = worker.model_runner.get_model()
     worker.reload_weights = lambda weights_iterator: model.load_weights(weights_iterator)
-    staging = make_staging(worker, FakeReader(tensors))
-    report = stage(staging)
-    assert (report["state"], report["strategy"], report["bytes"]) == ("ready", "reload", 0)
-    assert "read during the pause" in report["reason"]
+    staging = start_staging(worker, FakeReader(tensors))
+    assert stage(staging)["state"] == "ready"
+    assert staging._staged is None and "read during the pause" in staging.reason
     result = staging.swap()
     assert is_serving(worker, expected)
-    assert result["strategy"] == "reload" and result["reloaded"] == ["all"]
+    assert result["strategy"] == "reload"
 
 
 def test_a_model_without_a_plan_is_staged_and_reloaded(
     worker: Any, tensors: Tensors, expected: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_place, "explain_no_plan", lambda _: "latent attention")
+    monkeypatch.setattr(loading, "explain_no_plan", lambda _: "latent attention")
     model = worker.model_runner.get_model()
     worker.reload_weights = lambda weights_iterator: model.load_weights(weights_iterator)
-    staging = make_staging(worker, FakeReader(tensors))
-    report = stage(staging)
-    assert report["strategy"] == "reload" and report["bytes"] > 0
-    assert report["reason"].endswith("latent attention")
+    staging = start_staging(worker, FakeReader(tensors))
+    stage(staging)
+    assert staging.strategy == "reload" and staging._staged is not None
+    assert staging.reason.endswith("latent attention")
     assert staging.swap()["seconds"].keys() == {"reload", "verify"}
     assert is_serving(worker, expected)
 
@@ -113,18 +113,17 @@ def test_only_layers_without_a_plan_are_reloaded(
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     layer = "model.layers.1.mlp.gate_up_proj"
-    monkeypatch.setattr(in_place, "list_changed_layers", lambda _: {layer: "it is shuffled"})
+    monkeypatch.setattr(loading, "list_changed_layers", lambda _: {layer: "it is shuffled"})
     monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", lambda *_: None)
     model = worker.model_runner.get_model()
     record_metadata_for_reloading(model)
     addresses = [p.data_ptr() for p in model.parameters()]
     with use_ranks():
-        staging = make_staging(worker, FakeReader(tensors))
-        report = stage(staging)
-        assert report["strategy"] == "device"
-        assert report["reason"].endswith(f"vLLM reloads {layer}: it is shuffled")
+        staging = start_staging(worker, FakeReader(tensors))
+        stage(staging)
         result = staging.swap()
-    assert result["reloaded"] == [layer] and "reload" in result["seconds"]
+    assert result["strategy"] == "device" and "reload" in result["seconds"]
+    assert result["reason"].endswith(f"vLLM reloads {layer}: it is shuffled")
     assert is_serving(worker, expected)
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
@@ -133,10 +132,10 @@ def test_the_plan_is_recorded_once(
     worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = []
-    record = in_place.record_plan
-    monkeypatch.setattr(in_place, "record_plan", lambda *args: recorded.append(1) or record(*args))
+    record = loading.record_plan
+    monkeypatch.setattr(loading, "record_plan", lambda *args: recorded.append(1) or record(*args))
     for _ in range(2):
-        staging = make_staging(worker, FakeReader(tensors))
+        staging = start_staging(worker, FakeReader(tensors))
         stage(staging)
         staging.swap()
     assert recorded == [1]
@@ -151,13 +150,13 @@ def test_host_buffers_are_reused(
     monkeypatch.setattr(
         memory, "allocate", lambda *a, **k: allocated.append(a) or allocate(*a, **k)
     )
-    host = HostBuffers()
+    host: list[torch.Tensor] = []
     for _ in range(2):
-        staging = make_staging(worker, FakeReader(tensors), host)
+        staging = start_staging(worker, FakeReader(tensors), host)
         stage(staging)
-        assert host.nbytes == 0  # in use
+        assert not host  # in use
         staging.swap()
-        assert host.nbytes > 0
+        assert host
     assert len(allocated) == 1 and is_serving(worker, expected)
 
 
@@ -173,9 +172,9 @@ def test_an_allocation_that_fails_is_a_refusal_with_figures(
     monkeypatch.setattr(memory, "allocate", refuse_all)
     before = parameters_of(worker.model_runner.get_model())
     reader = FakeReader(tensors)
-    staging = make_staging(worker, reader)
+    staging = start_staging(worker, reader)
     report = stage(staging)
-    assert report["state"] == "failed" and report["bytes"] == 0
+    assert report["state"] == "failed" and staging._staged is None
     for words in ("memory does not hold version 3", "GB are needed", "free", "stay free"):
         assert words in report["error"]
     with pytest.raises(RuntimeError, match="memory does not hold"):
@@ -212,7 +211,7 @@ def test_memory_that_ends_half_way_is_released(
 
     reader.before_each = fail_at_the_end
     before = parameters_of(worker.model_runner.get_model())
-    staging = make_staging(worker, reader)
+    staging = start_staging(worker, reader)
     report = stage(staging)
     assert report["state"] == "failed" and "GB are needed" in report["error"]
     gc.collect()
@@ -231,7 +230,7 @@ def test_a_staged_tensor_that_is_damaged_is_refused_before_the_pause(
             self.views[name][3] += 1
 
     monkeypatch.setattr(memory.StagedTensors, "put", damage)
-    report = stage(make_staging(worker, FakeReader(tensors)))
+    report = stage(start_staging(worker, FakeReader(tensors)))
     assert report["state"] == "failed" and "model.norm.weight" in report["error"]
 
 
@@ -242,7 +241,7 @@ def test_a_tensor_that_is_not_finite_is_refused_before_the_pause(
 ) -> None:
     tensors["model.norm.weight"][3] = value
     before = parameters_of(worker.model_runner.get_model())
-    report = stage(make_staging(worker, FakeReader(tensors, shares=shares, has_sums=True)))
+    report = stage(start_staging(worker, FakeReader(tensors, shares=shares, has_sums=True)))
     assert report["state"] == "failed" and is_serving(worker, before)
     assert report["error"].startswith("model.norm.weight of version 3 has NaN or infinity")
 
@@ -252,15 +251,15 @@ def test_a_cast_that_overflows_is_refused_before_the_pause(worker: Any, tensors:
 
     record_metadata_for_reloading(worker.model_runner.get_model().half())
     tensors["model.norm.weight"][3] = 70_000
-    report = stage(make_staging(worker, FakeReader(tensors)))
+    report = stage(start_staging(worker, FakeReader(tensors)))
     assert report["error"].startswith("model.norm.weight of version 3 has NaN or infinity")
     tensors["model.norm.weight"][3] = 60_000
-    assert stage(make_staging(worker, FakeReader(tensors)))["state"] == "ready"
+    assert stage(start_staging(worker, FakeReader(tensors)))["state"] == "ready"
 
 
 def test_numbers_whose_sum_is_too_large_are_accepted(worker: Any, tensors: Tensors) -> None:
     tensors["model.norm.weight"].fill_(3e38)
-    assert stage(make_staging(worker, FakeReader(tensors)))["state"] == "ready"
+    assert stage(start_staging(worker, FakeReader(tensors)))["state"] == "ready"
 
 
 def test_the_kv_cache_is_cleared_when_a_version_that_is_not_finite_leaves(
@@ -271,7 +270,7 @@ def test_the_kv_cache_is_cleared_when_a_version_that_is_not_finite_leaves(
     cleared = []
     for value in (1.0, math.nan, 1.0, 1.0):
         tensors["model.norm.weight"][3] = value
-        staging = make_staging(worker, FakeReader(tensors))
+        staging = start_staging(worker, FakeReader(tensors))
         assert stage(staging)["state"] == "ready"
         staging.swap()
         cleared.append(not cache[0].any() and not cache[1][0].any())
@@ -286,15 +285,15 @@ def test_a_publisher_that_changes_its_tensors_is_noticed(
 ) -> None:
     reader = FakeReader(tensors, shares=shares, has_sums=True)
     tensors["model.norm.weight"] += 1
-    report = stage(make_staging(worker, reader))
+    report = stage(start_staging(worker, reader))
     assert report["state"] == "failed"
-    assert report["error"] == "model.norm.weight changed while it was read."
+    assert re.match("model.norm.weight .* changed while", report["error"])
 
 
 def test_direct_tensors_that_change_before_the_swap_are_noticed(
     worker: Any, tensors: Tensors
 ) -> None:
-    staging = make_staging(worker, FakeReader(tensors, shares=True))
+    staging = start_staging(worker, FakeReader(tensors, shares=True))
     assert stage(staging)["state"] == "ready"
     tensors["model.norm.weight"] += 1
     with pytest.raises(RuntimeError, match=r"1 of .* parameters differ.*model\.norm\.weight"):
@@ -303,7 +302,7 @@ def test_direct_tensors_that_change_before_the_swap_are_noticed(
 
 def test_missing_tensors_are_refused_before_the_pause(worker: Any, tensors: Tensors) -> None:
     del tensors["model.norm.weight"]
-    report = stage(make_staging(worker, FakeReader(tensors)))
+    report = stage(start_staging(worker, FakeReader(tensors)))
     assert report["state"] == "failed" and "nothing for 1 parameters" in report["error"]
 
 
@@ -311,7 +310,7 @@ def test_a_discarded_staging_stops_and_gives_its_memory_back(
     worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_memory(monkeypatch, NOTHING, PLENTY)
-    reader, host = FakeReader(tensors), HostBuffers()
+    reader, host = FakeReader(tensors), list[torch.Tensor]()
     begun, proceed = threading.Event(), threading.Event()
 
     def wait(name: str) -> None:
@@ -319,26 +318,25 @@ def test_a_discarded_staging_stops_and_gives_its_memory_back(
         proceed.wait(10)
 
     reader.before_each = wait
-    staging = make_staging(worker, reader, host)
-    staging.start()
+    staging = start_staging(worker, reader, host)
     assert begun.wait(10)
     assert staging.report()["state"] == "running" and staging.report()["error"] == ""
     staging.discard()
-    assert host.nbytes == 0  # the background task still writes to them
+    assert not host  # the background task still writes to them
     proceed.set()
     wait_until(lambda: staging.report()["state"] == "failed")
-    assert "discarded" in staging.report()["error"] and host.nbytes > 0
+    assert "discarded" in staging.report()["error"] and host
 
 
 def test_a_staging_that_is_ready_is_released_when_it_is_discarded(
     worker: Any, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_memory(monkeypatch, NOTHING, PLENTY)
-    host = HostBuffers()
-    staging = make_staging(worker, FakeReader(tensors), host)
+    host: list[torch.Tensor] = []
+    staging = start_staging(worker, FakeReader(tensors), host)
     assert stage(staging)["state"] == "ready"
     staging.discard()
-    assert host.nbytes > 0
+    assert host
 
 
 def test_the_workers_methods_report_instead_of_raising(worker: Any, tensors: Tensors) -> None:
@@ -348,11 +346,10 @@ def test_the_workers_methods_report_instead_of_raising(worker: Any, tensors: Ten
     vllm_worker = Worker()
     unknown = vllm_worker.rollway_staging("identity-of-3")
     assert unknown["state"] == "failed" and "not staged here" in unknown["error"]
-    staging = make_staging(worker, FakeReader(tensors))
+    staging = start_staging(worker, FakeReader(tensors))
     vllm_worker._rollway_staging = staging
     stage(staging)
     assert vllm_worker.rollway_staging("identity-of-3")["state"] == "ready"
-    vllm_worker.rollway_staged("identity-of-3")
     result = vllm_worker.rollway_swap("identity-of-3")
     assert result["strategy"] == "device"
     assert vllm_worker.rollway_staging("identity-of-3")["state"] == "failed"
@@ -370,10 +367,11 @@ def test_experts_are_copied_where_the_backend_uses_them_as_loaded(tmp_path: Path
     for module in worker.model_runner.get_model().modules():
         if hasattr(module, "unquantized_backend"):
             module.unquantized_backend = UnquantizedMoeBackend.TRITON
-    staging = make_staging(worker, FakeReader(tensors, has_sums=True))
+    staging = start_staging(worker, FakeReader(tensors, has_sums=True))
     report = stage(staging)
-    assert (report["state"], report["strategy"]) == ("ready", "device"), report["error"]
-    assert staging.swap()["reloaded"] == []
+    assert report["state"] == "ready", report["error"]
+    result = staging.swap()
+    assert result["strategy"] == "device" and "reload" not in result["seconds"]
     assert is_serving(worker, parameters_of(loaded))
 
 
@@ -400,22 +398,21 @@ def test_the_old_version_serves_whichever_allocation_fails(
     """Buffers on the device, pinned buffers, and scratch of the copies."""
     limit_memory(monkeypatch, NOTHING if way == "host" else PLENTY, PLENTY)
     model = worker.model_runner.get_model()
-    before, host, refusals = parameters_of(model), HostBuffers(), 0
-    in_place.plan_in_place(worker, headers_of(tensors))  # it is recorded once, on `meta`
+    before, host, refusals = parameters_of(model), list[torch.Tensor](), 0
+    loading.find_plan(worker, headers_of(tensors))  # it is recorded once, on `meta`
     for failing in itertools.count(1):
-        staging = make_staging(worker, FakeReader(tensors), host)
         with monkeypatch.context() as patch, use_ranks():
             allocations = FailingAllocations(patch, failing)
+            staging = start_staging(worker, FakeReader(tensors), host)
             report = stage(staging)
         if report["state"] == "ready":  # nothing failed, or vLLM itself could do without
             staging.discard()
-            report = staging.report() | {"error": ""}
         else:
             refusals += 1
             for words in ("memory does not hold version 3", "GB are needed", "GB free"):
                 assert words in report["error"], (failing, report["error"])
-        assert report["bytes"] == 0 and is_serving(worker, before)
+        assert staging._staged is None and is_serving(worker, before)
         if allocations.count < failing:
             break
-        host.take([0])  # the next one begins without kept buffers
+        host.clear()  # the next one begins without kept buffers
     assert refusals >= failing - 1 >= 2

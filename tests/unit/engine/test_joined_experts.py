@@ -52,7 +52,7 @@ def test_a_checkpoint_that_vllm_alone_would_load_wrong_is_refused(
         worker = create_worker(tmp_path)
         pack(worker)
         with pytest.raises(RuntimeError, match=f"does not pack {unpacked}.* again") as refusal:
-            engine._refuse_unverifiable(worker, new, "rollway_check")
+            engine._refuse_unverifiable(worker, new, "rollway_stage")
     assert not isinstance(refusal.value, NotImplementedError)
 
 
@@ -63,4 +63,4 @@ def test_another_checkpoint_that_cannot_be_verified_is_left_to_vllm(tmp_path: Pa
         worker = create_worker(tmp_path)
         pack(worker)
         with pytest.raises(NotImplementedError, match="tensors like other"):
-            engine._refuse_unverifiable(worker, new, "rollway_check")
+            engine._refuse_unverifiable(worker, new, "rollway_stage")

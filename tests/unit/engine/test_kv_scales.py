@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine.kv_scales import KvScales, restore_scales, split_scales
+from rollway.engine.companions import KvScales, restore_scales, split_headers
 from rollway.weights.checkpoint import TensorHeader
-from tests.unit.engine.staging import FakeReader, is_serving, make_staging, parameters_of, stage
+from tests.unit.engine.staging import FakeReader, is_serving, parameters_of, stage, start_staging
 from tests.unit.engine.vllm_models import Tensors, create_worker, headers_of, use_ranks, write_model
 
 SCALE = TensorHeader("F32", (1,), "")
@@ -64,7 +64,7 @@ def test_scales_are_set_with_the_weights_of_their_version(tmp_path: Path, has_su
     scales = make_scales()
     reader = FakeReader({**scales, **tensors}, has_sums=has_sums)
     with use_ranks():
-        staging = make_staging(worker, reader)
+        staging = start_staging(worker, reader)
         assert stage(staging)["state"] == "ready"
         assert set(read_scales(worker)["model.layers.0.self_attn.attn"]) == {1.0}  # not yet
         staging.swap()
@@ -74,7 +74,7 @@ def test_scales_are_set_with_the_weights_of_their_version(tmp_path: Path, has_su
     expected = parameters_of(worker.model_runner.get_model())
     # The next version has none, and vLLM, which sets 1 where it loads a layer, does not decide.
     with use_ranks():
-        later = make_staging(worker, FakeReader(tensors))
+        later = start_staging(worker, FakeReader(tensors))
         assert stage(later)["state"] == "ready"
         worker.model_runner.get_model().model.layers[0].self_attn.attn._k_scale.fill_(1.0)
         later.swap()
@@ -84,7 +84,7 @@ def test_scales_are_set_with_the_weights_of_their_version(tmp_path: Path, has_su
 
 def test_a_worker_without_such_a_cache_refuses_scales(tmp_path: Path) -> None:
     worker, _ = make_worker(tmp_path, "auto")
-    _, scales = split_scales(headers_of(make_scales()))
+    _, _, scales = split_headers(headers_of(make_scales()))
     with pytest.raises(RuntimeError, match=r"is not quantised; start it with kv-cache-dtype fp8"):
         KvScales(worker, scales)
     restore_scales(worker)  # and has none to restore
@@ -92,7 +92,7 @@ def test_a_worker_without_such_a_cache_refuses_scales(tmp_path: Path) -> None:
 
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     worker, _ = make_worker(tmp_path)
-    _, scales = split_scales(headers_of(make_scales()))
+    _, _, scales = split_headers(headers_of(make_scales()))
     few = {name: header for name, header in scales.items() if name != VALUES.format(1)}
     with pytest.raises(RuntimeError, match=r"no v_scale for model\.layers\.1\.self_attn\.attn"):
         KvScales(worker, few)
@@ -111,14 +111,14 @@ def test_a_scale_that_is_no_scale_is_not_staged(tmp_path: Path, value: float) ->
     worker, tensors = make_worker(tmp_path)
     scales = make_scales() | {f"kv_scale.{KEYS.format(1)}": torch.tensor([value])}
     with use_ranks():
-        report = stage(make_staging(worker, FakeReader({**tensors, **scales})))
+        report = stage(start_staging(worker, FakeReader({**tensors, **scales})))
     assert report["state"] == "failed" and "a scale is a positive number" in report["error"]
 
 
 def test_scales_in_captured_graphs_are_refused(tmp_path: Path) -> None:
     """A stand-in for FlashInfer, which needs a GPU: it computes with copies of the scales."""
     worker, _ = make_worker(tmp_path)
-    _, scales = split_scales(headers_of(make_scales()))
+    _, _, scales = split_headers(headers_of(make_scales()))
     impl = SimpleNamespace(bmm1_scale=0.5, bmm2_scale=0.5)
     worker.model_runner.get_model().model.layers[0].self_attn.attn.impl = impl
     worker.model_config.enforce_eager = False
@@ -126,6 +126,7 @@ def test_scales_in_captured_graphs_are_refused(tmp_path: Path) -> None:
         KvScales(worker, scales)
     worker.model_config.enforce_eager = True
     cache = KvScales(worker, scales)
-    assert not list(cache.keep_scales(iter(make_scales().items())))
+    for name, tensor in make_scales().items():
+        cache.keep(name.removeprefix("kv_scale."), tensor)
     cache.install()
     assert impl.bmm1_scale is None and impl.bmm2_scale is None

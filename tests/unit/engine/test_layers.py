@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine.in_place import plan_in_place
 from rollway.engine.layers import PACKED, explain_no_plan, list_changed_layers
+from rollway.engine.loading import find_plan
 from tests.unit.engine.vllm_models import create_worker, headers_of, use_ranks, write_model
 
 
@@ -72,7 +72,7 @@ def test_packed_layers_are_reloaded_with_the_whole_model(tmp_path: Path) -> None
         model = worker.model_runner.get_model()
         process_weights_after_loading(model, worker.model_config, torch.device("cpu"))
         changed = list_changed_layers(model)
-        plan = plan_in_place(worker, headers_of(tensors))
+        plan = find_plan(worker, headers_of(tensors))
     # The head keeps a packed copy, and its parameter is that of the embeddings.
     assert changed["model.layers.0.mlp.down_proj"] == PACKED
     assert changed["model.embed_tokens"] == PACKED

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollway.signed_calls import Verifier, sign
+from rollway.errors import UsageError
 from tests.light.cache import BLOCK, PrefixCache
 from tests.light.checkpoint import share_tensors
 from tests.light.model import Decoding, Qwen3, log_softmax
@@ -294,20 +294,15 @@ async def test_updates_fail_as_vllm_does(policies: list[Policy], tmp_path: Path)
         tensors["model.norm.weight"], share_tensors(old.path)["model.norm.weight"]
     )
 
-    rig.engine.worker.verifier = Verifier("secret")
-
-    async def load_verified(path: str | Path) -> dict[str, Any]:
-        order = sign("secret", "rollway_load", "", {"path": str(path)})
-        body = {"engine_rpc": "rollway_load", "order": order}
-        return await rig.admin("update_weights_from_distributed", **body)
-
-    refused = await load_verified(part)
-    assert refused["status"] == "error" and "is missing" in refused["message"]
-    assert rig.engine.worker.usable
+    worker = rig.engine.worker
+    with pytest.raises(UsageError, match="is missing"):
+        worker.stage("part", Path(part), allow_cast=False)
+    assert worker.usable and not worker.has_staged("part")
     assert (await load(tmp_path / "nowhere"))["status"] == "error"
     assert not rig.engine.worker.usable
-    assert (await load_verified(new.path))["status"] == "ok"
-    assert rig.engine.worker.usable
+    worker.stage("new", new.path, allow_cast=False)
+    worker.rollway_swap("new")
+    assert worker.usable
     small = checkpoint("small", {"model.norm.weight": np.ones(8, np.float32)})
     assert await load(small) == {"status": "error", "message": ""}
     assert (await load(new.path))["status"] == "error"

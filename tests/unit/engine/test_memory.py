@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollway.engine import memory
-from rollway.engine.background import BackgroundTask, use_own_stream
-from rollway.engine.fingerprint import fingerprint, finish_fingerprints, sum_on_device
-from rollway.engine.memory import HostBuffers, StagedTensors
+from rollway.engine.fingerprint import fingerprint, read_fingerprints, start_fingerprint
+from rollway.engine.incoming import BackgroundTask, use_own_stream
+from rollway.engine.memory import StagedTensors
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.layout import Box, Slices
 from tests.waiting import wait_until
@@ -79,7 +82,7 @@ def test_buffers_hold_every_tensor(kinds: list[tuple[str, Any]], buffer_bytes: i
         patch.setattr(memory, "_BUFFER_BYTES", buffer_bytes)
         staged = StagedTensors(CPU)
         staged.allocate(shapes)
-        assert staged.nbytes == memory.count_bytes(shapes)
+        assert sum(b.nbytes for b in staged._buffers) == memory.count_bytes(shapes)
     tensors = {
         name: torch.randint(0, 100, shape).to(memory.DTYPES[dtype])
         for name, (dtype, shape) in shapes.items()
@@ -102,9 +105,10 @@ def test_a_rank_needs_memory_only_for_its_parts() -> None:
 
 
 def test_buffers_of_other_sizes_are_not_reused() -> None:
-    host = HostBuffers()
-    host.give_back([torch.empty(8, dtype=torch.uint8)])
-    assert host.take([9]) == [] and host.nbytes == 0
+    host = [torch.empty(8, dtype=torch.uint8)]
+    lives = weakref.ref(host[0])
+    StagedTensors(CPU, host).allocate({"t": ("F32", (40,))})
+    assert not host and lives() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
@@ -112,8 +116,10 @@ def test_buffers_of_other_sizes_are_not_reused() -> None:
 def test_a_devices_fingerprint_is_that_of_the_cpu(dtype: torch.dtype, shape: Any) -> None:
     tensor = torch.randint(-100, 100, shape).to(dtype)
     for words in {False, tensor.shape[-1] * tensor.element_size() % 8 == 0}:
-        started = [sum_on_device(tensor, words=words), 5]
-        assert finish_fingerprints(started) == [fingerprint(tensor, words=words), 5]
+        # What a GPU computes, here on meta tensors: one number that nobody waits for.
+        assert start_fingerprint(tensor.to("meta"), words=words).shape == ()
+        started = [start_fingerprint(tensor, words=words), torch.tensor(5)]
+        assert read_fingerprints(started) == [fingerprint(tensor, words=words), 5]
 
 
 def test_an_error_keeps_no_memory() -> None:
@@ -127,8 +133,24 @@ def test_an_error_keeps_no_memory() -> None:
         raise ValueError("no")
 
     task = BackgroundTask("a test", fail)
-    assert task.wait(10) and task.error == "no" and task.has_failed
+    assert str(task.exception(10)) == "no" and task.has_failed
     assert kept[0]() is None
+
+
+def test_a_task_notifies_everybody_who_asked_also_late() -> None:
+    may_end = threading.Event()
+    task = BackgroundTask("a test", lambda: may_end.wait(30) or None)
+    with socket.socket(socket.AF_UNIX) as server:
+        name = f"rollway/test/{os.getpid()}"
+        server.bind(f"\0{name}")
+        server.listen()
+        server.settimeout(30)
+        for asks in (lambda: may_end.set(), lambda: task.exception(30)):
+            task.notify_when_done(name)
+            asks()
+            server.accept()[0].close()
+    task.notify_when_done("")
+    task.notify_when_done(f"{name}/nobody")
 
 
 def test_the_cpu_has_no_streams() -> None:

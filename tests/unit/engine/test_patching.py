@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from rollway.engine import memory, patching
 from rollway.engine.fingerprint import Proof
-from rollway.engine.in_place import BatchedCopy
 from rollway.engine.incoming import Incoming
-from rollway.engine.loading import LoadPlan, PlannedCopy, Region, record_plan
-from rollway.engine.memory import FreeMemory, HostBuffers
+from rollway.engine.loading import BatchedCopy, LoadPlan, PlannedCopy, Region, record_plan
+from rollway.engine.memory import FreeMemory
 from rollway.engine.patching import Patch, Translation, get_served
 from rollway.engine.staging import Staging
 from rollway.weights.digest.checksums import raw_bytes
 from rollway.weights.layout import Slices
 from rollway.weights.offer import Offer
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
+from rollway.weights.transports.delta.versions import DELTA
 from tests.unit.engine.vllm_models import (
     CONFIGS,
     Tensors,
@@ -62,7 +62,7 @@ def test_a_patched_model_is_what_vllm_would_load(
 ) -> None:
     """Fused, biased and tied parameters, experts, a padded vocabulary, replicated keys."""
     first = write_model(kind, tmp_path)
-    publisher, reader = DeltaPublisher(Store(tmp_path / "deltas")), DeltaReader()
+    publisher, reader = DeltaPublisher(tmp_path / "deltas"), DeltaReader()
     base = publisher.publish(1, first.items())
     reader.headers(base)
     reader.finish(base)
@@ -113,7 +113,6 @@ def test_positions_are_translated_through_any_copy(pair: Any, data: Any) -> None
     source, source_view, target, target_view = pair
     copy = PlannedCopy("p", Region.of(target_view), "t", Region.of(source_view))
     translation = Translation.of(copy, source.numel())
-    assert translation is not None
     positions = torch.tensor(
         sorted(data.draw(st.sets(st.integers(0, source.numel() - 1)))), dtype=torch.int64
     )
@@ -125,30 +124,25 @@ def test_positions_are_translated_through_any_copy(pair: Any, data: Any) -> None
     places, bits = translation.translate(positions, positions)
     actual = target.clone().contiguous().view(-1).scatter_(0, places, bits)
     assert torch.equal(actual.view(expected.shape), expected)
-    if translation.keeps_order:
-        assert torch.equal(places, places.sort().values)
 
 
 @pytest.mark.parametrize("strides", [(0, 1), (1, 1), (2, 1)])
 def test_views_whose_elements_repeat_have_no_translation(strides: tuple[int, int]) -> None:
     copy = PlannedCopy("p", Region(0, (2, 3), (3, 1)), "t", Region(0, (2, 3), strides))
-    assert Translation.of(copy, 6) is None
     with pytest.raises(patching.NoPatch, match="positions in t cannot be translated"):
-        Patch(LoadPlan(copies=(copy,)), torch.nn.Module(), {"t": 6})
+        Patch(LoadPlan(copies=(copy,)), torch.nn.ParameterDict({"p": torch.zeros(2, 3)}), {"t": 6})
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 20), st.integers(-9, 9)), min_size=1, max_size=4))
 def test_later_bits_replace_earlier_ones(steps: list[dict[int, int]]) -> None:
     expected: dict[int, int] = {}
-    places = bits = torch.empty(0, dtype=torch.int64)
+    written = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     for step in steps:
         expected |= step
-        new = sorted(step.items())
-        later, later_bits = (
-            torch.tensor(new, dtype=torch.int64).view(-1, 2).t().contiguous().unbind(0)
-        )
-        places, bits = patching._overlay(places, bits, later, later_bits)
-    assert list(zip(places.tolist(), bits.tolist(), strict=True)) == sorted(expected.items())
+        later = torch.tensor(list(step.items()), dtype=torch.int64).view(-1, 2).t().contiguous()
+        written = patching.overlay(patching._sort(*written), (later[0], later[1]))
+    places, bits = written
+    assert sorted(zip(places.tolist(), bits.tolist(), strict=True)) == sorted(expected.items())
 
 
 class Fleet:
@@ -157,7 +151,7 @@ class Fleet:
     def __init__(self, directory: Path) -> None:
         self.tensors = write_model("qwen3", directory)
         self.root = directory / "deltas"
-        self.publisher = DeltaPublisher(Store(self.root), snapshot_every=100)
+        self.publisher = DeltaPublisher(self.root, snapshot_every=100)
         self.reader = DeltaReader()
         self.directory = directory
         with use_ranks():
@@ -171,9 +165,8 @@ class Fleet:
 
     def stage(self, offer: Offer) -> tuple[Staging, dict[str, Any]]:
         headers = self.reader.headers(offer)
-        incoming = Incoming(self.worker, self.reader, offer, headers, 1, torch.clone)
-        staging = Staging(incoming, headers, HostBuffers())
-        staging.start()
+        incoming = Incoming(self.worker, self.reader, offer, headers, torch.clone)
+        staging = Staging(incoming, headers, [])
         wait_until(lambda: staging.report()["state"] != "running")
         return staging, staging.report()
 
@@ -201,29 +194,14 @@ def test_deltas_are_patched_and_the_first_version_is_loaded(fleet: Fleet) -> Non
     addresses = [p.data_ptr() for p in fleet.worker.model_runner.get_model().parameters()]
     for _ in range(3):
         staging, report = fleet.stage(fleet.publish())
-        assert (report["state"], report["strategy"]) == ("ready", "patch"), report
-        assert report["seconds"].keys() == {"plan", "load"}
+        assert report["state"] == "ready", report
+        assert staging.incoming.seconds.keys() == {"plan", "load"}
         result = staging.swap()
-        assert result["strategy"] == "patch" and result["reloaded"] == []
+        assert result["strategy"] == "patch"
         assert "elements changed since the served version" in result["reason"]
         assert result["seconds"].keys() == {"copy", "verify"}
-        assert 0 < result["staged_bytes"] < sum(t.nbytes for t in fleet.tensors.values()) / 8
         fleet.assert_serving()
     assert [p.data_ptr() for p in fleet.worker.model_runner.get_model().parameters()] == addresses
-
-
-def test_the_memory_that_the_reader_keeps_is_counted_before_it_is_allocated(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offer = fleet.publish()
-    free = FreeMemory("this machine", offer.nbytes * 3 // 2, 0)
-    monkeypatch.setattr(memory, "read_device_memory", lambda *_: free)
-    monkeypatch.setattr(memory, "read_host_memory", lambda *_: free)
-    _, report = fleet.stage(offer)
-    assert report["strategy"] == "reload" and "read during the pause" in report["reason"]
-    for _ in fleet.reader.tensors(offer):
-        pass
-    assert fleet.stage(offer)[1]["strategy"] == "device"
 
 
 def test_a_version_that_was_left_out_is_part_of_the_next_patch(fleet: Fleet) -> None:
@@ -237,7 +215,7 @@ def test_a_version_that_was_left_out_is_part_of_the_next_patch(fleet: Fleet) -> 
 def test_the_same_weights_again_change_nothing(fleet: Fleet) -> None:
     fleet.refit(fleet.publish())
     result = fleet.refit(fleet.publish(share=0.0))
-    assert (result["strategy"], result["staged_bytes"]) == ("patch", 0)
+    assert result["reason"] == "0 elements changed since the served version"
     fleet.assert_serving()
 
 
@@ -261,13 +239,13 @@ def put_other_versions(fleet: Fleet) -> None:
     """Another publisher at the same place numbers its versions alike."""
     fleet.publisher.close()
     shutil.rmtree(fleet.root)
-    other = fleet.publisher = DeltaPublisher(Store(fleet.root), snapshot_every=100)
+    other = fleet.publisher = DeltaPublisher(fleet.root, snapshot_every=100)
     other.publish(fleet.version, change(fleet.tensors, 77).items())
 
 
 def put_other_store(fleet: Fleet) -> None:
     fleet.root = fleet.directory / "elsewhere"
-    fleet.publisher = DeltaPublisher(Store(fleet.root))
+    fleet.publisher = DeltaPublisher(fleet.root)
 
 
 def change_a_parameter(fleet: Fleet) -> None:
@@ -282,7 +260,7 @@ def forget_sums(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("disturb", "share", "reason"),
     [
-        (put_other_versions, 0.03, "changed since another version 1"),
+        (put_other_versions, 0.03, "No deltas lead from there to version 2"),
         (put_other_store, 0.03, "did not come from the same deltas"),
         (change_a_parameter, 0.03, "not as they were after the last swap"),
         (forget_sums, 0.03, "cannot be verified by a published sum"),
@@ -316,8 +294,8 @@ def test_without_memory_for_a_patch_the_reason_has_figures(
 
 def test_parameters_that_change_before_the_swap_leave_the_worker_in_doubt(fleet: Fleet) -> None:
     fleet.refit(fleet.publish())
-    staging, report = fleet.stage(fleet.publish())
-    assert report["strategy"] == "patch" and get_served(fleet.worker) is not None
+    staging, _ = fleet.stage(fleet.publish())
+    assert staging.strategy == "patch" and get_served(fleet.worker) is not None
     change_a_parameter(fleet)
     with pytest.raises(RuntimeError, match=r"1 of .* parameters differ"):
         staging.swap()
@@ -335,20 +313,24 @@ def test_a_discarded_patch_changes_nothing(fleet: Fleet) -> None:
 
 
 def test_a_damaged_delta_is_not_patched(fleet: Fleet) -> None:
+    """Also where the damage only moves a step: the sums of the parameters do not show that."""
+    fleet.publisher = DeltaPublisher(fleet.root, snapshot_every=100, compression="none")
     fleet.refit(fleet.publish())
-    offer = fleet.publish()
-    (path,) = (fleet.root / "objects").glob("*2.delta.*")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    staging, report = fleet.stage(offer)
-    # Where the damage shows only in the sums, the pause finds it; else there is no way to the
-    # version, because its snapshot is the delta before it.
-    if report["state"] == "ready":
-        with pytest.raises(RuntimeError, match="parameters differ"):
-            staging.swap()
-    else:
-        assert report["state"] == "failed" and report["error"]
+    name = max(fleet.tensors, key=lambda name: fleet.tensors[name].numel())
+    fleet.tensors[name].view(torch.int32).view(-1)[8::16] += 1
+    offer = fleet.publish(share=0.0)
+    path = fleet.root / "v2" / DELTA
+    good = path.read_bytes()
+    at = good.index(bytes([15] * 20))
+    for place, bit in ((at, 4), (at + 5, 4), (at + 5, 1), (len(good) - 1, 2)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ bit]) + good[place + 1 :])
+        # There is no other way to the version, whose snapshot is the one before.
+        staging, report = fleet.stage(offer)
+        assert report["state"] == "failed" and f"in {name} is damaged" in report["error"]
+        staging.discard()
+    path.write_bytes(good)
+    assert fleet.refit(offer)["strategy"] == "patch"
+    fleet.assert_serving()
 
 
 @pytest.mark.parametrize("call", [1, 2])
@@ -369,10 +351,10 @@ def test_memory_that_ends_in_a_patch_loads_whole_tensors_or_refuses_with_figures
         staging, report = fleet.stage(offer)
     assert_same(state_of(fleet.worker.model_runner.get_model()), before)
     if call == 1:
-        assert report["state"] == "ready" and report["strategy"] == "device"
-        assert "no patch, because the device's memory does not hold it" in report["reason"]
+        assert report["state"] == "ready" and staging.strategy == "device"
+        assert "no patch, because the device's memory does not hold it" in staging.reason
     else:
-        assert report["state"] == "failed" and report["bytes"] == 0
+        assert report["state"] == "failed" and staging._staged is None
         assert "memory does not hold version 2" in report["error"] and "free" in report["error"]
     staging.discard()
     assert fleet.refit(offer)["strategy"] == "patch"  # nothing was changed, so it still fits

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollway.engine.prime_rl_broadcast import PrimeRlBroadcastReader, find_rank
+from rollway.engine.foreign_senders import PrimeRlBroadcastReader, find_rank
 from rollway.errors import WeightsError
 from rollway.integrations.prime_rl.broadcast import CollectiveSender
 from rollway.weights.offer import STILL, Offer
@@ -172,6 +172,8 @@ def test_a_trainer_that_is_gone_is_noticed_at_once_and_another_group_can_form(pe
     with pytest.raises(WeightsError):
         receive(reader, stage_offer(group, 1))
     assert "error" in peer.answer()
+    with pytest.raises(WeightsError, match="the last broadcast broke off"):
+        receive(reader, stage_offer(group, 2))
     assert time.monotonic() - began < 10
     with CollectiveSender("127.0.0.1", 0, 2, 20) as second:
         group = form(second, reader, peer)
@@ -215,9 +217,9 @@ def test_a_discarded_version_ends_a_wait_for_the_trainer(
 def test_an_offer_of_something_else_is_refused() -> None:
     reader = PrimeRlBroadcastReader(headers())
     offer = Offer("prime_rl_broadcast", 0, "0" * 32, 0, {"place": {"host": "a b"}})
-    with pytest.raises(WeightsError, match="names no group"):
+    with pytest.raises(WeightsError, match="describes no"):
         reader.join(offer, 0, CPU)
-    with pytest.raises(WeightsError, match="names no group"):
+    with pytest.raises(WeightsError, match="describes no"):
         reader.headers(offer)
 
 

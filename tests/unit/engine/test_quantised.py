@@ -25,7 +25,7 @@ def make_worker(quantization: str | None) -> Any:
 
 @pytest.fixture(autouse=True)
 def use_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_find_ranks", lambda: (1, torch.clone))
+    monkeypatch.setattr(engine, "_find_reduction", lambda: torch.clone)
 
 
 def test_an_offer_is_refused_with_the_reason_and_the_fix() -> None:
@@ -35,11 +35,10 @@ def test_an_offer_is_refused_with_the_reason_and_the_fix() -> None:
 
 
 def test_a_checkpoint_is_left_to_the_engine_and_the_canary() -> None:
-    """Callers know this message from a worker without this class."""
-    for method in ("rollway_stage", "rollway_check"):
-        message = f"Method '{method}' is not implemented for quantised models"
-        with pytest.raises(NotImplementedError, match=message):
-            engine._refuse_unverifiable(make_worker("fp8"), NEW, method)
+    """The fleet knows this message from a worker without this class, and calls it a foreign one."""
+    message = "Method 'rollway_stage' is not implemented for quantised models"
+    with pytest.raises(NotImplementedError, match=message):
+        engine._refuse_unverifiable(make_worker("fp8"), NEW, "rollway_stage")
 
 
 def test_an_offer_with_unknown_tensors_is_refused() -> None:

@@ -12,11 +12,10 @@ from transformers import Qwen3Config
 
 from rollway.engine.incoming import Incoming, find_slices
 from rollway.engine.layers import explain_no_reload
-from rollway.engine.memory import HostBuffers
 from rollway.engine.staging import Staging
 from rollway.weights.planning.targets import engine_ranks
 from rollway.weights.transports.base import Reader
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
 from tests.unit.engine.staging import FakeReader, make_offer, stage
 from tests.unit.engine.vllm_models import (
     CONFIGS,
@@ -40,16 +39,15 @@ def start_packed(directory: Path, tensors: Tensors) -> Any:
     return worker
 
 
-def make_staging(
+def start_staging(
     worker: Any,
     tensors: Tensors,
-    ranks: int = 1,
     reduced: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
 ) -> Staging:
     reader, offer = FakeReader(tensors, has_sums=True), make_offer(tensors)
     headers = reader.headers(offer)
-    incoming = Incoming(worker, reader, offer, headers, ranks, reduced)
-    return Staging(incoming, headers, HostBuffers())
+    incoming = Incoming(worker, reader, offer, headers, reduced)
+    return Staging(incoming, headers, [])
 
 
 def refit(staging: Staging) -> dict[str, Any]:
@@ -85,8 +83,8 @@ def test_a_reloaded_worker_serves_what_a_fresh_one_would(kind: str, tmp_path: Pa
         worker = start_packed(tmp_path, tensors)
         for version in range(1, 4):
             tensors = change(tensors, version)
-            result = refit(make_staging(worker, tensors))
-            assert (result["strategy"], result["reloaded"]) == ("reload", ["all"])
+            result = refit(start_staging(worker, tensors))
+            assert result["strategy"] == "reload"
             assert result["seconds"].keys() == {"reload", "verify"}
             assert_same(worker, start_packed(tmp_path, tensors))
 
@@ -112,13 +110,13 @@ def test_each_rank_proves_the_part_that_it_packed(
         with use_ranks(TP, rank):
             workers.append(start_packed(tmp_path, tensors))
             with pytest.raises(InterruptedError):
-                refit(make_staging(workers[rank], new, TP, note))
+                refit(start_staging(workers[rank], new, note))
     for rank in range(TP):
         with use_ranks(TP, rank):
-            refit(make_staging(workers[rank], new, TP, lambda _: sum(sums)))  # type: ignore[arg-type,return-value]
+            refit(start_staging(workers[rank], new, lambda _: sum(sums)))  # type: ignore[arg-type,return-value]
             assert_same(workers[rank], start_packed(tmp_path, new))
             with pytest.raises(RuntimeError, match="parameters differ from the checkpoint"):
-                refit(make_staging(workers[rank], new, TP, lambda local: local))
+                refit(start_staging(workers[rank], new, lambda local: local))
 
 
 def test_a_packed_rank_receives_only_its_part(tmp_path: Path) -> None:
@@ -147,7 +145,7 @@ def test_a_bit_that_vllm_loaded_wrong_is_reported(name: str, tmp_path: Path) -> 
 
         worker.reload_weights = flip
         with pytest.raises(RuntimeError, match=r"1 of .* parameters differ from the checkpoint"):
-            refit(make_staging(worker, change(tensors, 1)))
+            refit(start_staging(worker, change(tensors, 1)))
 
 
 def test_a_layer_that_vllm_did_not_load_is_reported(tmp_path: Path) -> None:
@@ -159,7 +157,7 @@ def test_a_layer_that_vllm_did_not_load_is_reported(tmp_path: Path) -> None:
             (name, tensor) for name, tensor in weights_iterator if "layers.1.mlp.down" not in name
         )
         with pytest.raises(RuntimeError, match=r"1 of .*layers\.1\.mlp\.down_proj\.weight"):
-            refit(make_staging(worker, change(tensors, 1)))
+            refit(start_staging(worker, change(tensors, 1)))
 
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
@@ -180,11 +178,11 @@ def test_a_reload_that_breaks_off_is_repaired_by_the_next_refit(kind: str, tmp_p
         addresses = [parameter.data_ptr() for parameter in model.parameters()]
         worker.reload_weights = lambda weights_iterator: load(break_off(weights_iterator))
         with pytest.raises(InterruptedError):
-            refit(make_staging(worker, change(tensors, 1, 0.5)))
+            refit(start_staging(worker, change(tensors, 1, 0.5)))
         assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
         worker.reload_weights = load
         tensors = change(tensors, 2, 0.5)
-        refit(make_staging(worker, tensors))
+        refit(start_staging(worker, tensors))
         assert_same(worker, start_packed(tmp_path, tensors))
 
 
@@ -216,7 +214,7 @@ def test_vllm_alone_packs_no_experts_and_no_tied_head(tmp_path: Path) -> None:
 def test_a_delta_is_received_whole(tmp_path: Path) -> None:
     """Packed layers have no places where changed elements could be written."""
     tensors = write_model("qwen3", tmp_path)
-    publisher = DeltaPublisher(Store(tmp_path / "deltas"), snapshot_every=100)
+    publisher = DeltaPublisher(tmp_path / "deltas", snapshot_every=100)
     reader: Reader = DeltaReader()
     with use_ranks():
         worker = start_packed(tmp_path, tensors)
@@ -224,7 +222,7 @@ def test_a_delta_is_received_whole(tmp_path: Path) -> None:
             tensors = change(tensors, version)
             offer = publisher.publish(version, tensors.items())
             headers = reader.headers(offer)
-            incoming = Incoming(worker, reader, offer, headers, 1, torch.clone)
-            result = refit(Staging(incoming, headers, HostBuffers()))
+            incoming = Incoming(worker, reader, offer, headers, torch.clone)
+            result = refit(Staging(incoming, headers, []))
             assert result["strategy"] == "reload" and "no patch, because" in result["reason"]
             assert_same(worker, start_packed(tmp_path, tensors))

@@ -1,4 +1,4 @@
-"""Memory that sleeps is never written, and staging never allocates where the next sleep takes it.
+"""Memory that sleeps is never written, and what was staged before a sleep is discarded.
 
 The worker has a real vLLM model in CPU memory. vLLM's allocator needs CUDA: a stand-in has its
 table of allocations, and forgets contents as the real one does."""
@@ -6,24 +6,21 @@ table of allocations, and forgets contents as the real one does."""
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rollway.engine import memory, sleep_mode
-from rollway.engine.memory import StagedTensors
+from rollway.engine import sleep_mode
 from rollway.engine.patching import Served, get_served, set_served
-from rollway.engine.sleep_mode import AsleepError
-from rollway.engine.worker import WorkerExtension, load_checkpoint
+from rollway.engine.worker import WorkerExtension
 from tests.unit.engine.staging import (
     FakeReader,
     is_serving,
-    make_staging,
     parameters_of,
     stage,
+    start_staging,
 )
 from tests.unit.engine.vllm_models import Tensors, headers_of
 
@@ -77,10 +74,10 @@ def test_weights_staged_before_or_after_a_sleep_are_copied_to_the_same_addresses
     """A plan and its prepared copies outlive a sleep."""
     model = worker.model_runner.get_model()
     before, addresses = parameters_of(model), [p.data_ptr() for p in model.parameters()]
-    staging = make_staging(worker, FakeReader(tensors))
+    staging = start_staging(worker, FakeReader(tensors))
     assert stage(staging)["state"] == "ready"
     allocator.sleep(keeps=keeps)
-    with pytest.raises(AsleepError, match="nothing may be copied into it before it is woken"):
+    with pytest.raises(RuntimeError, match="nothing may be copied into it before it is woken"):
         sleep_mode.refuse_sleeping(model)
     allocator.wake_up()
     sleep_mode.refuse_sleeping(model)
@@ -93,82 +90,49 @@ def test_weights_staged_before_or_after_a_sleep_are_copied_to_the_same_addresses
 def test_a_swap_into_memory_that_sleeps_is_refused(
     worker: Any, tensors: Tensors, expected: Tensors, allocator: Allocator
 ) -> None:
-    staging = make_staging(worker, FakeReader(tensors))
+    staging = start_staging(worker, FakeReader(tensors))
     stage(staging)
     extension = Extension(worker)
     extension._rollway_staging = staging
     allocator.sleep(keeps=True)
     identity = staging.offer.identity
-    with pytest.raises(AsleepError):
+    with pytest.raises(RuntimeError, match="sleeps"):
         extension.rollway_swap(identity)
     allocator.wake_up()
     extension.rollway_swap(identity)
     assert is_serving(worker, expected)
 
 
-def test_nothing_is_staged_or_loaded_while_weights_sleep(
-    worker: Any, tmp_path: Path, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_staged_while_weights_sleep(
+    worker: Any, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A delta would read the old weights, and a checkpoint would be loaded over them."""
+    """A delta would read the old weights. vLLM's own loads are refused by the guard."""
     allocator.sleep(keeps=True)
     monkeypatch.setattr("rollway.engine.worker.read_offer", lambda _: None)
-    with pytest.raises(AsleepError):
+    with pytest.raises(RuntimeError, match="sleeps"):
         Extension(worker).rollway_stage({})
-    monkeypatch.setattr("rollway.engine.worker.check_servable", lambda *_, **__: None)
-    with pytest.raises(AsleepError):
-        load_checkpoint(worker, str(tmp_path))
 
 
-def test_parameters_that_moved_are_not_written(worker: Any, tensors: Tensors) -> None:
-    staging = make_staging(worker, FakeReader(tensors))
-    stage(staging)
-    parameter = next(worker.model_runner.get_model().parameters())
-    moved = parameter.data = parameter.data.clone()
-    before = moved.clone()
-    with pytest.raises(RuntimeError, match="parameters have moved"):
-        staging.swap()
-    assert torch.equal(moved, before)
-
-
-def test_staged_buffers_in_a_pool_are_refused(
-    worker: Any, tensors: Tensors, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+def test_a_parameter_sleeps_with_the_allocation_that_it_is_in(
+    worker: Any, allocator: Allocator
 ) -> None:
-    real = memory.allocate
-
-    def allocate(nbytes: int, device: torch.device, *, pinned: bool) -> torch.Tensor:
-        buffer = real(nbytes, device, pinned=pinned)
-        allocator.pointer_to_data[buffer.data_ptr()] = SimpleNamespace(
-            handle=(0, nbytes, buffer.data_ptr(), 0), tag="kv_cache", is_asleep=False
-        )
-        return buffer
-
-    assert stage(make_staging(worker, FakeReader(tensors)))["state"] == "ready"
-    monkeypatch.setattr(memory, "allocate", allocate)
-    report = stage(make_staging(worker, FakeReader(tensors)))
-    assert report["state"] == "failed" and "vLLM's pool for kv_cache" in report["error"]
-
-
-def test_addresses_are_found_in_their_allocation() -> None:
-    buffer = torch.zeros(100, dtype=torch.uint8)
-    first = buffer.data_ptr()
-    allocations = [
-        sleep_mode.Allocation(first, 40, "weights", False),
-        sleep_mode.Allocation(first + 60, 40, "kv_cache", True),
-    ]
-    tags = [
-        getattr(sleep_mode.find_allocation(buffer[offset:], allocations), "tag", None)
-        for offset in (0, 39, 40, 59, 60, 99)
-    ]
-    assert tags == ["weights", "weights", None, None, "kv_cache", "kv_cache"]
-    assert sleep_mode.find_allocation(buffer, []) is None
+    """Several parameters may share one, and another may end where they begin."""
+    model = worker.model_runner.get_model()
+    parameter = next(model.parameters())
+    first = parameter.data_ptr()
+    for start, nbytes, sleeps in ((-64, 64, False), (-64, 65, True), (0, 1, True), (1, 64, False)):
+        data = SimpleNamespace(handle=(0, nbytes, 0, 0), tag="weights", is_asleep=True)
+        allocator.pointer_to_data = {first + start: data}
+        if sleeps:
+            with pytest.raises(RuntimeError, match="sleeps"):
+                sleep_mode.refuse_sleeping(torch.nn.ParameterList([parameter]))
+        else:
+            sleep_mode.refuse_sleeping(torch.nn.ParameterList([parameter]))
 
 
 def test_without_the_allocator_nothing_sleeps(worker: Any) -> None:
-    assert sleep_mode.list_allocations() == []
+    assert sleep_mode.find_asleep() == []
     sleep_mode.refuse_sleeping(worker.model_runner.get_model())
-    staged = StagedTensors(torch.device("cpu"))
-    staged.allocate({"a": ("F32", (4,))})
-    sleep_mode.refuse_pooled(staged.views.values())
 
 
 def test_a_worker_says_why_it_may_not_sleep(
@@ -214,11 +178,11 @@ def test_a_sleep_discards_what_was_staged_and_level_2_what_was_served(
     level: int, worker: Any, tensors: Tensors
 ) -> None:
     reader = FakeReader(tensors)
-    staging = make_staging(worker, reader)
+    staging = start_staging(worker, reader)
     stage(staging)
     extension = Extension(worker)
     extension._rollway_staging = staging
     set_served(extension, Served("w1", {}))
     extension.rollway_before_sleep(level)
-    assert extension._rollway_staging is None and staging.report()["bytes"] == 0
+    assert extension._rollway_staging is None and staging._staged is None
     assert reader.released == 1 and (get_served(extension) is None) is (level == 2)

@@ -1,6 +1,6 @@
 """The guard's orders to sleep and wake, on a fake of Dynamo's handler and vLLM's engine client.
 
-tests/stack has them on a real engine."""
+test_guard.py has refits of workers that sleep, tests/stack all of them on a real engine."""
 
 from __future__ import annotations
 
@@ -9,180 +9,191 @@ from typing import Any
 
 import pytest
 
-from rollway.engine.guard import EngineOrders
+from rollway.fleet.admin import leaving_label
 from rollway.signed_calls import MEMORY, SLEEP, WAKE
+from tests.unit.engine.dynamo_handler import BOTH, LEAVING, Handler, add_orders
 from tests.waiting import wait_until_async
 
-BOTH = ["weights", "kv_cache"]
-
-
-class Engine:
-    """Dynamo's handler, and the engine client with vLLM's executor behind it."""
-
-    def __init__(self) -> None:
-        self._pause_lock = asyncio.Lock()
-        self._weight_version: Any = 4
-        self._paused = False
-        self.engine_client = self
-        self.calls: list[Any] = []
-        self.asleep: set[str] = set()
-        self.refusal = ""
-        self.fails: Exception | None = None
-        self.hold: asyncio.Event | None = None
-
-    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
-        if method == "rollway_memory":
-            free = 100 * len(self.asleep) * 10**7
-            refusal = self.refusal if kwargs["level"] else ""
-            return [{"device": "cuda:0", "free": free, "releases": True, "refusal": refusal}]
-        self.calls.append((method, *kwargs.values()))
-        return [True]
-
-    async def sleep(self, level: int, mode: str) -> None:
-        self.calls.append(("sleep", level, mode))
-        if self.hold is not None:
-            await self.hold.wait()
-        if self.fails is not None:
-            raise self.fails
-        self.asleep = set(BOTH)
-
-    async def wake_up(self, tags: list[str]) -> None:
-        self.calls.append(("wake_up", *tags))
-        if self.fails is not None:
-            raise self.fails
-        self.asleep -= set(tags)
-
-    async def reply(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.calls.append("route")
-        return {"status": "ok", "version": self._weight_version}
-
-    resume_generation = update_weights_from_distributed = get_weight_version = reply
-    own_sleep = own_wake = set_weight_version = reply
+ORDER = {"level": 1, "mode": "wait", "label": 4, "leaving": LEAVING, "taints": ["rollway-v4"]}
+RELEASE = ["rollway_before_sleep", ("sleep", 1, "wait")]
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
+def handler() -> Handler:
+    return Handler()
 
 
-def add_orders(engine: Engine) -> tuple[EngineOrders, dict[str, Any]]:
-    orders = EngineOrders()
-    handlers = {
-        "get_weight_version": engine.get_weight_version,
-        "resume_generation": engine.resume_generation,
-        "update_weights_from_distributed": engine.update_weights_from_distributed,
-        "control/sleep": engine.own_sleep,
-        "control/wake_up": engine.own_wake,
-    }
-    routes = {name: orders.wrap(name, handler) for name, handler in handlers.items()}
-    return orders, routes | orders.list_own()
+@pytest.fixture
+def routes(handler: Handler) -> dict[str, Any]:
+    _, routes = add_orders(handler)
+    return routes
 
 
 async def sleep(routes: dict[str, Any], level: int = 1, **more: Any) -> dict[str, Any]:
-    reply: dict[str, Any] = await routes[SLEEP]({"level": level, "mode": "wait"} | more)
+    reply: dict[str, Any] = await routes[SLEEP]({**ORDER, "level": level, **more})
     return reply
 
 
-async def test_a_sleep_reports_memory_and_a_wake_brings_it_back(engine: Engine) -> None:
-    _, routes = add_orders(engine)
+async def wake(routes: dict[str, Any]) -> dict[str, Any]:
+    reply: dict[str, Any] = await routes[WAKE]({})
+    return reply
+
+
+def test_the_label_in_these_tests_is_that_of_the_fleet() -> None:
+    assert leaving_label(4) == LEAVING
+
+
+async def test_a_sleep_takes_label_and_routing_away_before_memory(
+    handler: Handler, routes: dict[str, Any]
+) -> None:
+    """If the engine fails in the middle, nobody takes the worker for what it was."""
+    assert (await sleep(routes))["status"] == "ok"
+    assert handler.calls == [(), *RELEASE]
+    assert {handler.label_at[call] for call in handler.calls} == {LEAVING}
+    assert handler._weight_version == LEAVING and handler._paused and handler.asleep == BOTH
+
+
+async def test_a_wake_brings_memory_routing_and_label_back(
+    handler: Handler, routes: dict[str, Any]
+) -> None:
+    await sleep(routes)
+    handler.calls.clear()
+    reply = await wake(routes)
+    assert (reply["status"], reply["version"], reply["level"]) == ("ok", 4, 1)
+    assert handler.calls == [("wake_up", "kv_cache", "weights"), ("rollway-v4",)]
+    # Last: a worker that is labelled with a version serves it.
+    assert {handler.label_at[call] for call in handler.calls} == {LEAVING}
+    assert handler._weight_version == 4 and not handler._paused and handler.asleep == set()
+
+
+async def test_both_report_the_memory_before_and_after(
+    handler: Handler, routes: dict[str, Any]
+) -> None:
     reply = await sleep(routes)
-    assert reply["status"] == "ok" and engine._paused
     assert (reply["before"][0]["free"], reply["ranks"][0]["free"]) == (0, 2 * 10**9)
-    assert engine.calls == [("rollway_before_sleep", 1), ("sleep", 1, "wait")]
     assert (await routes["get_weight_version"]({}))["asleep"] == 1
     assert (await routes[MEMORY]({}))["asleep"] == 1
-    reply = await routes[WAKE]({})
-    assert reply["status"] == "ok" and not engine._paused and engine.asleep == set()
-    assert engine.calls[-1] == ("wake_up", *BOTH)
+    reply = await wake(routes)
+    assert (reply["before"][0]["free"], reply["ranks"][0]["free"]) == (2 * 10**9, 0)
     assert (await routes["get_weight_version"]({}))["asleep"] == 0
 
 
-async def test_orders_that_find_their_work_done_do_nothing(engine: Engine) -> None:
-    _, routes = add_orders(engine)
-    assert (await routes[WAKE]({}))["status"] == "ok" and engine.calls == []
+async def test_a_worker_that_sleeps_is_not_called_paused(
+    handler: Handler, routes: dict[str, Any]
+) -> None:
     await sleep(routes)
-    engine.calls.clear()
-    assert (await sleep(routes))["status"] == "ok" and engine.calls == []
-    assert "sleeps at level 1" in (await sleep(routes, 2))["message"]
-    await routes[WAKE]({"tags": ["weights"]})
-    await routes[WAKE]({"tags": ["weights"]})
-    assert engine.calls == [("wake_up", "weights")]
-    await sleep(routes)  # again, after a refit that was refused
-    assert engine.calls[-1] == ("sleep", 1, "wait")
+    assert (await routes["get_weight_version"]({}))["paused"] is False
 
 
-async def test_level_2_wakes_completely_only_after_new_weights(engine: Engine) -> None:
-    _, routes = add_orders(engine)
+async def test_orders_that_find_their_work_done_do_nothing(
+    handler: Handler, routes: dict[str, Any]
+) -> None:
+    assert await wake(routes) == {"status": "ok", "is_awake": True}
+    assert handler.calls == [] and handler._weight_version == 4
+    await sleep(routes)
+    handler.calls.clear()
+    assert (await sleep(routes, label=LEAVING))["status"] == "ok" and handler.calls == []
+    assert "sleeps at level 1" in (await sleep(routes, 2, label=LEAVING))["message"]
+    assert (await wake(routes))["version"] == 4
+
+
+@pytest.mark.parametrize(
+    ("level", "label"),
+    [(2, 4), (1, -1), (2, -1)],
+    ids=["forgotten", "in doubt", "forgotten in doubt"],
+)
+async def test_a_wake_says_so_where_only_a_refit_helps(
+    handler: Handler, routes: dict[str, Any], level: int, label: int
+) -> None:
+    handler._weight_version = label
+    await sleep(routes, level, label=label, leaving=-1)
+    handler.calls.clear()
+    assert await wake(routes) == {"status": "ok", "is_awake": False, "level": level}
+    assert handler.calls == [] and handler._weight_version == -1 and handler.asleep == BOTH
+
+
+async def test_nothing_generates_or_updates_in_an_engine_that_sleeps(
+    handler: Handler, routes: dict[str, Any]
+) -> None:
+    await sleep(routes)
+    handler.calls.clear()
     update = routes["update_weights_from_distributed"]
-    await sleep(routes, 2)
-    assert "its weights are gone" in (await routes[WAKE]({}))["message"]
-    assert "its weights sleep" in (await update({"engine_rpc": "rollway_swap"}))["message"]
-    await routes[WAKE]({"tags": ["weights"]})
-    assert "its weights are gone" in (await routes[WAKE]({"tags": ["kv_cache"]}))["message"]
-    assert (await update({"engine_rpc": "rollway_stage", "allow_unpaused": True}))["status"] == "ok"
-    assert "its weights are gone" in (await routes[WAKE]({}))["message"]  # they are only staged
-    assert (await update({"engine_rpc": "rollway_swap"}))["status"] == "ok"
-    assert (await routes[WAKE]({}))["status"] == "ok" and engine.asleep == set()
-
-
-async def test_nothing_generates_in_an_engine_that_sleeps(engine: Engine) -> None:
-    orders, routes = add_orders(engine)
-    await sleep(routes)
-    for tags in (None, ["weights"]):
-        if tags:
-            await routes[WAKE]({"tags": tags})
-        assert "it sleeps" in (await routes["resume_generation"]({}))["message"]
-        reply = await orders.refit.run({"label": 4})
-        assert (reply["state"], reply["message"]) == ("refused", "it sleeps")
+    for reply in (await routes["resume_generation"]({}), await update({"engine_rpc": "load"})):
+        assert (reply["state"], reply["message"]) == ("refused", "it sleeps: wake it")
     for own in ("control/sleep", "control/wake_up"):  # Dynamo's would resume a part
         assert "take the place" in (await routes[own]({}))["message"]
-    assert "route" not in engine.calls
-    await routes[WAKE]({})
+    assert handler.calls == []
+    # The same route runs methods that change no weights.
+    assert (await update({"engine_rpc": "look", "allow_unpaused": True}))["status"] == "ok"
+    await wake(routes)
     assert (await routes["resume_generation"]({}))["status"] == "ok"
 
 
 async def test_an_engine_without_sleep_mode_is_refused_before_anything_stops(
-    engine: Engine,
+    handler: Handler, routes: dict[str, Any]
 ) -> None:
-    _, routes = add_orders(engine)
-    engine.refusal = "it was started without sleep mode"
+    handler.refusal = "it was started without sleep mode"
     reply = await sleep(routes)
-    assert (reply["state"], reply["message"]) == ("refused", engine.refusal)
-    assert engine.calls == [] and not engine._paused
+    assert (reply["state"], reply["message"]) == ("refused", handler.refusal)
+    assert handler.calls == [] and handler._weight_version == 4 and not handler._paused
 
 
-async def test_an_order_for_another_label_is_refused(engine: Engine) -> None:
-    _, routes = add_orders(engine)
-    assert (await sleep(routes, label=-11))["state"] == "refused" and engine.calls == []
-    assert (await sleep(routes, label=4))["status"] == "ok"
+@pytest.mark.parametrize("label", [3, LEAVING, None])
+async def test_an_order_for_another_label_is_refused(
+    handler: Handler, routes: dict[str, Any], label: int | None
+) -> None:
+    """A refit, or another process, came between."""
+    handler._weight_version = label
+    reply = await sleep(routes)
+    assert (reply["state"], reply["message"]) == ("refused", f"its label is {label}, and not 4")
+    assert handler.calls == [] and handler._weight_version == label
 
 
-async def test_a_sleep_ends_although_its_caller_is_gone(engine: Engine) -> None:
-    _, routes = add_orders(engine)
-    engine.hold = asyncio.Event()
+async def test_a_sleep_ends_although_its_caller_is_gone(
+    handler: Handler, routes: dict[str, Any]
+) -> None:
+    handler.holds["sleep"] = hold = asyncio.Event()
     call = asyncio.create_task(sleep(routes))
-    await wait_until_async(lambda: ("sleep", 1, "wait") in engine.calls)
+    await wait_until_async(lambda: ("sleep", 1, "wait") in handler.calls)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    engine.hold.set()
-    async with engine._pause_lock:  # the order holds it until it ends
-        assert engine.asleep == set(BOTH)
+    hold.set()
+    async with handler._pause_lock:  # the order holds it until it ends
+        assert handler.asleep == BOTH
 
 
-async def test_a_wake_without_memory_names_the_figures_and_may_be_repeated(engine: Engine) -> None:
-    _, routes = add_orders(engine)
+async def test_a_wake_waits_for_a_sleep_that_is_still_running(
+    handler: Handler, routes: dict[str, Any]
+) -> None:
+    """Its caller gave up, and wants the worker back."""
+    handler.holds["sleep"] = hold = asyncio.Event()
+    falling = asyncio.create_task(sleep(routes))
+    await wait_until_async(lambda: ("sleep", 1, "wait") in handler.calls)
+    waking = asyncio.create_task(wake(routes))
+    hold.set()
+    assert (await waking)["version"] == 4 and (await falling)["status"] == "ok"
+    assert handler._weight_version == 4 and handler.asleep == set()
+
+
+async def test_a_wake_without_memory_names_the_figures_and_may_be_repeated(
+    handler: Handler, routes: dict[str, Any]
+) -> None:
     await sleep(routes)
-    engine.fails = RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62")
-    message = (await routes[WAKE]({}))["message"]
+    handler.fails["wake_up"] = RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62")
+    message = (await wake(routes))["message"]
     assert "out of memory" in message and "cuda:0 has 2.00 GB free" in message
+    assert handler._weight_version == LEAVING and ("rollway-v4",) not in handler.calls
     assert "it sleeps" in (await routes["resume_generation"]({}))["message"]
-    engine.fails = None
-    assert (await routes[WAKE]({}))["status"] == "ok" and engine.asleep == set()
+    handler.fails.clear()
+    assert (await wake(routes))["version"] == 4 and handler.asleep == set()
 
 
-async def test_an_engine_whose_sleep_failed_stays_out(engine: Engine) -> None:
-    _, routes = add_orders(engine)
-    engine.fails = RuntimeError("Memory usage increased after sleeping.")
+async def test_an_engine_whose_sleep_failed_stays_out(
+    handler: Handler, routes: dict[str, Any]
+) -> None:
+    handler.fails["sleep"] = RuntimeError("Memory usage increased after sleeping.")
     assert (await sleep(routes))["message"] == "Memory usage increased after sleeping."
-    assert engine._paused and "it sleeps" in (await routes["resume_generation"]({}))["message"]
+    assert handler._paused and handler._weight_version == LEAVING
+    assert "it sleeps" in (await routes["resume_generation"]({}))["message"]
+    assert handler.calls == [(), *RELEASE]  # no routing

@@ -21,9 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from rollway.engine import in_place
+from rollway.engine import loading
 from rollway.engine.incoming import Incoming
-from rollway.engine.memory import HostBuffers
 from rollway.engine.staging import Staging
 from rollway.errors import WeightsError
 from rollway.signed_calls import SECRET
@@ -158,7 +157,7 @@ def test_every_parameter_of_every_rank_is_the_checkpoints(
     monkeypatch.setenv(SECRET, WORD)
     # vLLM packs experts for CPU after loading. On a GPU it leaves them as they are loaded, which
     # are the bytes to compare.
-    monkeypatch.setattr(in_place, "list_changed_layers", lambda _: {})
+    monkeypatch.setattr(loading, "list_changed_layers", lambda _: {})
     model = DATA / f"hf_{kind}"
     truth = load_file(model / "model.safetensors")
     ranks = dtensors[kind, source] if source in MESHES else []
@@ -176,8 +175,8 @@ def test_every_parameter_of_every_rank_is_the_checkpoints(
                 models.append(worker.model_runner.get_model())
                 reader = _open_reader(transport, tmp_path, cleanup)
                 headers = reader.headers(offer)
-                incoming = Incoming(worker, reader, offer, headers, tp, reduction)
-                stagings.append(Staging(incoming, headers, HostBuffers()))
+                incoming = Incoming(worker, reader, offer, headers, reduction)
+                stagings.append(Staging(incoming, headers, []))
                 report = stage(stagings[-1])
                 assert report["state"] == "ready", report["error"]
         with ThreadPoolExecutor(tp) as pool:
@@ -197,7 +196,7 @@ def test_like_rank_reads_from_like_rank(
     """Each of two engine ranks has all it needs from one of two tensor-parallel Megatron ranks,
     replicated tensors too."""
     monkeypatch.setenv(SECRET, WORD)
-    monkeypatch.setattr(in_place, "list_changed_layers", lambda _: {})
+    monkeypatch.setattr(loading, "list_changed_layers", lambda _: {})
     model = DATA / f"hf_{kind}"
     truth = load_file(model / "model.safetensors")
     ranks = held_by_ranks(model, truth, MEGATRON["megatron-tp2"])
@@ -210,8 +209,8 @@ def test_like_rank_reads_from_like_rank(
                 assert isinstance(reader, NixlReader)
                 reader.rank = rank
                 headers = reader.headers(offer)
-                incoming = Incoming(worker, reader, offer, headers, 2, torch.clone)
-                incoming.restrict(worker.model_runner.get_model())
+                incoming = Incoming(worker, reader, offer, headers, torch.clone)
+                incoming.restrict()
                 parts = {name: tensor.clone() for name, tensor in incoming.tensors()}
             assert [source[:8] for source in reader.moved] == [f"trainer{rank}"]
             for name, part in parts.items():

@@ -137,6 +137,20 @@ def watched(statuses: None) -> tuple[Engine, Connector]:
     return engine, connector
 
 
+def test_a_hand_over_names_its_version(watched: tuple[Engine, Connector]) -> None:
+    """tests/unit/engine/test_core.py has who sets it, and which engine takes it."""
+    _, connector = watched
+    request = Request("p")
+    for version in (None, 4):
+        if version is not None:
+            setattr(request, transferred.VERSION_FIELD, version)
+        _, params = connector.request_finished(request, ())
+        assert params is not None and params[transferred.COMPUTED_FOR] == version
+        decoding = Request("d", kv_transfer_params=params)
+        assert transferred.is_computed_for(decoding, 4) is (version == 4)
+    assert transferred.is_computed_for(request, 4)  # this engine computes the prompt itself
+
+
 def hand_over(connector: Connector, age: float, monkeypatch: pytest.MonkeyPatch) -> Request:
     """Return a request whose KV was computed `age` seconds ago."""
     _, params = connector.request_finished(Request("p"), ())

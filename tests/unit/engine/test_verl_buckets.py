@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rollway.engine.verl_buckets import VerlBucketsReceiver, parse_message
+from rollway.engine.foreign_senders import Bucket, BucketContents, VerlBucketsReceiver, read_message
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.offer import Offer
+from rollway.weights.untrusted import read_pickle
 
 Tensors = dict[str, torch.Tensor]
 SIZE = 4096
@@ -105,7 +106,8 @@ def receive(sender: Sender, work: Callable[[], None], seconds: float = 3.0) -> T
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        receiver = VerlBucketsReceiver(lambda: 1, sender.directory)
+        receiver = VerlBucketsReceiver(sender.directory)
+        receiver.rank = 1
         return {n: t.clone() for n, t in receiver.tensors(offer(sender, seconds))}
     finally:
         sender.receiver_ended.set()
@@ -116,7 +118,7 @@ def test_received_tensors_equal_the_sent_ones(sender: Sender) -> None:
     tensors = receive(sender, lambda: sender.send(weights()))
     assert all(torch.equal(tensors[name], tensor) for name, tensor in weights().items())
     assert sender.acknowledged == 3
-    headers = VerlBucketsReceiver(lambda: 1).headers(offer(sender))
+    headers = VerlBucketsReceiver().headers(offer(sender))
     assert headers["b"].shape == (5,)
 
 
@@ -151,30 +153,30 @@ def test_a_message_cannot_call_anything(sender: Sender, tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", [eval, getattr, torch.load, torch.empty, torch.Tensor, bytearray])
 def test_messages_may_name_shapes_and_dtypes_alone(what: Any) -> None:
     with pytest.raises(WeightsError, match="which is not allowed"):
-        parse_message(pickle.dumps({"x": Calls(what, "1")}))
+        read_pickle(pickle.dumps({"x": Calls(what, "1")}), "verl")
     plain = {"shape": torch.Size([2, 3]), "dtype": torch.bfloat16, "n": [1, True, None, "x"]}
-    assert parse_message(pickle.dumps(plain)) == plain
+    assert read_pickle(pickle.dumps(plain), "verl") == plain
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_arbitrary_bytes_are_an_error(raw: bytes) -> None:
     with contextlib.suppress(WeightsError):
-        assert isinstance(parse_message(raw), dict)
+        assert isinstance(read_message(raw, BucketContents), BucketContents)
 
 
 @pytest.mark.parametrize(
     ("wrong", "cause"),
     [
         ({"offset": SIZE - 8}, "outside of its bucket"),
-        ({"offset": -8}, "outside of its bucket"),
+        ({"offset": -8}, "describes no TensorPlace"),
         ({"offset": 2}, "outside of its bucket"),
-        ({"offset": 1.0}, "outside of its bucket"),
+        ({"offset": 1.0}, "describes no TensorPlace"),
         ({"shape": torch.Size([1 << 40])}, "outside of its bucket"),
-        ({"shape": torch.Size([-1])}, "outside of its bucket"),
-        ({"shape": "ab"}, "does not describe a fully"),
-        ({"dtype": "float32"}, "through the bucket"),
-        ({"handle": ("f", ())}, "through the bucket"),
+        ({"shape": torch.Size([-1])}, "describes no TensorPlace"),
+        ({"shape": "ab"}, "describes no TensorPlace"),
+        ({"dtype": "float32"}, "describes no TensorPlace"),
+        ({"handle": ("f", ())}, "describes no TensorPlace"),
     ],
 )
 def test_a_tensor_must_be_inside_its_bucket(
@@ -192,13 +194,23 @@ def test_a_tensor_must_be_inside_its_bucket(
         ({"name": "rollway-weights-1", "size": 8}, "not a bucket of verl's"),
         ({"name": "verl_weights_2", "size": 8}, "cannot be read"),
         ({"name": "verl_weights_1", "size": SIZE + 1}, "does not hold"),
-        ({"name": "verl_weights_1"}, "names no bucket"),
-        ([1], "is not a mapping"),
+        ({"name": "verl_weights_1"}, "describes no Bucket"),
+        ([1], "describes no Bucket"),
     ],
 )
 def test_a_bucket_must_be_one_of_verls(sender: Sender, message: Any, cause: str) -> None:
     with pytest.raises(WeightsError, match=cause):
         receive(sender, lambda: sender.send_message(message))
+
+
+def test_sockets_and_buckets_of_another_user_are_refused(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: sender.path.stat().st_uid + 1)
+    with pytest.raises(WeightsError, match="not a socket of this user"):
+        receive(sender, lambda: None, seconds=0.3)
+    with pytest.raises(WeightsError, match="belongs to another user"):
+        VerlBucketsReceiver(sender.directory)._map(Bucket("verl_weights_1", SIZE))
 
 
 def test_waiting_for_a_sender_has_a_limit(sender: Sender) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,27 +10,25 @@ import pytest
 import torch
 
 from rollway.engine import incoming, rpc, worker
-from rollway.weights.digest import checksums
 
 
-def test_readers_are_warmed_up_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
-    calls = threading.Semaphore(0)
+def test_readers_are_imported_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[tuple[str, str]] = []
+    done = threading.Semaphore(0)
 
-    def warm_up() -> None:
-        threads.append(threading.current_thread().name)
-        calls.release()
+    def note(module: str) -> None:
+        imported.append((module, threading.current_thread().name))
+        done.release()
 
-    monkeypatch.setattr(checksums, "warm_up", warm_up)
+    monkeypatch.setattr(incoming, "import_module", note)
     model = torch.nn.Linear(2, 2)
-    engine = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
-    worker.start_warm_up(engine)
+    worker.start_warm_up(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model)))
     for _ in incoming._WARMED_UP:
-        assert calls.acquire(timeout=30)
-    assert set(threads) == {"rollway-background"}
-    assert {"rollway.weights.transports.delta", "rollway.weights.transports.shm"} <= set(
-        sys.modules
-    )
+        assert done.acquire(timeout=30)
+    assert {thread for _, thread in imported} == {"rollway-background"}
+    assert {"rollway.weights.transports.delta", "rollway.weights.transports.shm"} <= {
+        module for module, _ in imported
+    }
 
 
 @pytest.mark.parametrize("is_uniprocess", [True, False])

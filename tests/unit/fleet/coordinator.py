@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rollway.errors import RollwayError, UsageError
-from rollway.fleet.canary import make_canary
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.foreign import make_canary
 from rollway.fleet.report import RefitMode, SleepReport
 from rollway.rollout.client import Rollout, Rollouts
 from rollway.rollout.sampling import Sampling
@@ -151,6 +151,8 @@ class Coordinator:
                 world.broken(f"worker {worker.instance_id} is in doubt and generates")
             elif not all(paused.values()):
                 self._check_undone(worker, calls)
+            elif worker.paused and (worker.label or -1) >= 0 and not self._paused_by_user(worker):
+                world.broken(f"worker {worker.instance_id} was left paused")
         return outcome
 
     # --- promises ----------------------------------------------------------------------------
@@ -172,7 +174,9 @@ class Coordinator:
     def _check_serving(self, worker: SimWorker, version: int) -> None:
         """Check a worker after a refit that returned. A worker that got ready after the last
         listing is a joiner."""
-        if worker.ready_at >= self.world.listed_at or self._paused_by_user(worker):
+        if worker.ready_at >= self.world.listed_by.get(OP.get(), 0.0) or self._paused_by_user(
+            worker
+        ):
             return
         taints = (taint_of(version),) if self.world.tainting else ()
         state = worker.label, worker.weights, worker.taints, worker.paused

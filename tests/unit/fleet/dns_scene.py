@@ -17,7 +17,7 @@ import dns.rdatatype
 import dns.rrset
 
 from rollway.errors import Unreachable
-from rollway.fleet.discovery import (
+from rollway.fleet.workers import (
     NEEDED_ROUTES,
     DnsListing,
     RlListing,
@@ -77,8 +77,15 @@ async def main() -> dict[str, Any]:
         for n, url in enumerate(urls, 1)
     ]
     async with Http() as http, serving("/v1/rl/workers", {"workers": entries}) as listing:
-        workers = await discover(http, DnsListing("pods.rl", 8000, (RlListing(listing),)))
+        source = DnsListing("pods.rl", (RlListing(listing),))
+        workers = await discover(http, source)
+        entries.append({"instance_id": 3, "system_url": "http://broken.rl:9092"})
+        try:
+            failure = f"listed {await discover(http, source)}"
+        except Unreachable as error:
+            failure = error.message
     return {
+        "failure": failure,
         "workers": [[each.admin_url, each.error] for each in workers],
         "names": {name: await resolve(f"{name}.rl") for name in ("empty", "unknown", "broken")},
     }

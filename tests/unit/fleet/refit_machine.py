@@ -30,10 +30,17 @@ class RefitMachine(RuleBasedStateMachine):
 
     @initialize(
         seed=st.integers(0, 10_000),
-        verifying=st.booleans(),
-        staging=st.booleans(),
-        orders=st.booleans(),
-        shape=st.sampled_from(["stack", "stack", "attached", "untainted", "pools"]),
+        kind=st.sampled_from(
+            [
+                ("managed", "stack"),
+                ("managed", "stack"),
+                ("managed", "attached"),
+                ("managed", "pools"),
+                ("foreign", "stack"),
+                ("foreign", "attached"),
+                ("foreign", "plain"),
+            ]
+        ),
         count=st.integers(1, 3),
         replacing=st.booleans(),
         answer_seconds=st.sampled_from([0.0, 1.0]),
@@ -42,21 +49,14 @@ class RefitMachine(RuleBasedStateMachine):
     def begin(
         self,
         seed: int,
-        verifying: bool,
-        staging: bool = False,
-        orders: bool = False,
-        shape: str = "stack",
+        kind: tuple[str, str] = ("managed", "stack"),
         count: int = 2,
         replacing: bool = False,
         answer_seconds: float = 0.0,
         unknown_seconds: float = 0.0,
     ) -> None:
         self.loop, self.patch = SimLoop(), pytest.MonkeyPatch()
-        # A worker of one role does not answer canaries, so it must compare its parameters.
-        verifying = verifying or shape == "pools"
-        self.world = World(
-            self.loop, seed, verifying=verifying, staging=staging, orders=orders, shape=shape
-        )
+        self.world = World(self.loop, seed, managed=kind[0] == "managed", shape=kind[1])
         self.world.install(self.patch)
         self.world.answer_seconds = answer_seconds
         self.world.unknown_seconds = unknown_seconds
@@ -157,7 +157,7 @@ class RefitMachine(RuleBasedStateMachine):
                 continue  # it would not show
             if worker is not None:
                 # Half a load that is reported as a success shows in the parameters only.
-                kind = "half" if kind == "lie" and half and self.world.verifying else kind
+                kind = "half" if kind == "lie" and half and self.world.managed else kind
                 self.world.faults[route, worker.instance_id] = kind
         self.tried += 1
         task = process.start(process.refit(self.tried, "", mode), process.under_way)
@@ -179,7 +179,7 @@ class RefitMachine(RuleBasedStateMachine):
         process = self._process(i)
         self.tried += 1
         version = (process.versions.current or 0) if weights == "other" else self.tried
-        if version and (weights != "unfit" or self.world.verifying):
+        if version and (weights != "unfit" or self.world.managed):
             process.start(process.refit(version, weights), process.under_way)
 
     @rule(i=st.integers(0, 1))
@@ -218,8 +218,8 @@ class RefitMachine(RuleBasedStateMachine):
         fuse: tuple[int, str] | None = None,
         seconds: float = 5.0,
     ) -> None:
-        if not self.world.supervised:
-            return  # workers without a version are refused
+        if not (self.world.supervised and self.world.managed):
+            return  # workers without a version are refused, and foreign ones
         self._start(i, lambda process: process.sleep(level, mode), faults, fuse)
         self.advance(seconds)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import json
 import random
 import selectors
 import zlib
@@ -25,27 +24,17 @@ import pytest
 
 from rollway.engine.core import read_version
 from rollway.errors import AdminError, RequestFailed, Unreachable, UsageError
-from rollway.fleet import (
-    labels,
-    membership,
-    refit,
-    service,
-    sleep,
-    stages,
-    updates,
-    worker_order,
-    worker_refit,
-)
+from rollway.fleet import fleet, foreign, refit, sleep, updates, worker_refit, workers
 from rollway.fleet.admin import (
     AnotherProcess,
-    Asleep,
+    Facts,
     NoSuchMethod,
-    NoSuchOrder,
     RefitRefused,
     StageReply,
 )
-from rollway.fleet.discovery import Worker
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.updates import FromDisk
+from rollway.fleet.workers import Worker
 from rollway.rollout import sender
 from rollway.versions import taint_of
 from rollway.weights.checkpoint import Checkpoint
@@ -59,6 +48,8 @@ LEASE_SECONDS = 30.0
 STALE_SECONDS = 20.0
 """A decode worker does not fetch blocks that were computed longer ago than this."""
 FREED = "blocks that were freed"
+PROTOCOL = (fleet, foreign, refit, sender, sleep, updates, worker_refit, workers)
+"""The modules that run on simulated time."""
 
 
 def weights_of(version: int | None) -> str:
@@ -114,6 +105,8 @@ class SimRequest:
     source: SimWorker | None = None
     """The prefill worker that holds its blocks."""
     computed_at: float = 0.0
+    computed_for: int | None = None
+    """The version of the prefill worker's engine when it admitted the request."""
     prefilled_by: int | None = None
     is_stamped: bool = False
     """Whether its last worker names versions: only one whose engine has a label does."""
@@ -166,6 +159,8 @@ class SimWorker:
         self.engine_label: int | None = None
         """The version whose requests the engine admits; None admits all."""
         self.sleep_level = 0
+        self.kept: int | None = None
+        """The version that a wake restores."""
         self.sleeping: set[str] = set()
         """Which memory is gone: of the weights, of the KV cache."""
         self._is_cancelled = asyncio.Event()
@@ -211,9 +206,13 @@ class SimWorker:
     def _fetch(self, request: SimRequest) -> set[str]:
         """Return the weights that computed the KV of the prompt."""
         if request.source is None:
-            return {self.cache.setdefault(request.salt, self.weights)}
+            return {self.cache.setdefault(self.find_key(request), self.weights)}
         kv, request.source = request.source.release(request) or {FREED}, None
         return kv
+
+    def find_key(self, request: SimRequest) -> str | None:
+        """Return under which key the blocks of the prompt are cached."""
+        return request.salt
 
     async def prefill(self, request: SimRequest) -> str:
         """Compute the prompt of a request, and hold its blocks until they are fetched."""
@@ -221,6 +220,7 @@ class SimWorker:
         reason = await self.serve(part)
         if reason == "length":
             request.source, request.computed_at = self, self.world.now
+            request.computed_for = part.computed_for
             self.held[request] = part.kv
             self.poke()
             self.world.loop.call_later(LEASE_SECONDS, self.release, request)
@@ -239,16 +239,25 @@ class SimWorker:
             if request.source is not None:
                 self._fetch(request)  # its blocks are freed
             return "aborted"
-        request.is_stamped = self.engine_label is not None
+        request.is_stamped = self.names_versions()
+        if request.source is None:
+            request.computed_for = self.engine_label
         self.queued.append(request)
         self.late += self.paused
         self.poke()
         return await request.done
 
+    def names_versions(self) -> bool:
+        """Return whether answers are stamped: without a label, the engine admits any version."""
+        return self.engine_label is not None
+
     def admits(self, request: SimRequest) -> bool:
-        """Return whether the engine takes a request with this salt."""
+        """Return whether the engine takes a request with this salt, and its KV."""
         version = read_version(request.salt)
-        return self.engine_label is None or version in (None, self.engine_label)
+        if self.engine_label is None or version is None:
+            return True
+        is_computed_for = request.source is None or request.computed_for == version
+        return version == self.engine_label and is_computed_for
 
     def end(self, request: SimRequest, reason: str) -> None:
         if request in self.queued and request.source is not None and self.alive:
@@ -281,8 +290,6 @@ class SimWorker:
 
     async def pause(self, mode: str, clear_cache: bool) -> None:
         self.paused, self.paused_by = True, OP.get()
-        if self.role and mode == "wait" and clear_cache and any(r.source for r in self.queued):
-            self.world.broken("vLLM cannot clear the cache: transfers are under way")
         self.frozen = self.frozen or mode == "keep"
         if mode == "abort":
             self.end_all("aborted")
@@ -299,40 +306,61 @@ class SimWorker:
         if self.entering == op == self.issued_by:
             self.issued_by = None
         # A worker whose load is being verified by a canary may generate.
-        if self.issued_by is not None and (self.issued_by != op or self.world.verifying):
+        if self.issued_by is not None and (self.issued_by != op or self.world.managed):
             self.world.broken(f"worker {self.instance_id} is resumed, its weights are unknown")
         self.paused = self.frozen = False
         self.poke()
 
-    async def sleep(self, level: int, mode: str, label: int | None) -> dict[str, Any]:
+    async def sleep(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Do what `engine/sleep_orders.py` does."""
         async with self._routes:
-            if label is not None and label != self.label:
+            level, label = order["level"], order["label"]
+            if label != self.label:
                 raise RefitRefused("It has another label.")
             if self.sleep_level not in (0, level):
                 raise AdminError("It sleeps at another level.")
             before = self.memory()
-            if self.sleeping != {"weights", "kv_cache"}:
-                self.staged = None
-                await self.pause(mode, True)
-                self.sleep_level, self.sleeping = level, {"weights", "kv_cache"}
-                self.cache = {}
-                if level == 2:
-                    self.weights = "forgotten"
-                await asyncio.sleep(self.load_seconds)
+            if not self.sleep_level:
+                self.kept = label if level == 1 and label >= 0 else None
+                self.label = order["leaving"]
+                self.set_taints([])
+                await asyncio.sleep(0.05)  # requests that the router placed before
+                await self._release(level, order["mode"])
             return {"seconds": self.load_seconds, "before": before, "ranks": self.memory()}
 
-    async def wake(self, tags: Sequence[str] | None) -> dict[str, Any]:
+    async def _release(self, level: int, mode: str) -> None:
+        self.staged = None
+        await self.pause(mode, True)
+        self.sleep_level, self.sleeping = level, {"weights", "kv_cache"}
+        self.cache = {}
+        if level == 2:
+            self.weights = "forgotten"
+        await asyncio.sleep(self.load_seconds)
+
+    async def wake(self) -> dict[str, Any]:
         async with self._routes:
-            before, wanted = self.memory(), self.sleeping & {*(tags or self.sleeping)}
-            if self.weights == "forgotten" and wanted - {"weights"}:
-                raise AdminError("Its weights are gone.")
-            await asyncio.sleep(self.load_seconds if wanted else 0.0)
-            self.sleeping -= wanted
-            if wanted and not self.sleeping:
-                self.sleep_level, self.paused, self.frozen = 0, False, False
-                self.poke()
-            return {"seconds": 0.0, "before": before, "ranks": self.memory()}
+            level, before = self.sleep_level, self.memory()
+            if not level or self.kept is None:
+                return {"is_awake": not level, "level": level}
+            await self.wake_memory()
+            version, self.kept = self.kept, None
+            self.set_taints([taint_of(version)])
+            self.set_label(version)
+            ranks = self.memory()
+        return {
+            "seconds": 0.0,
+            "before": before,
+            "ranks": ranks,
+            "version": version,
+            "level": level,
+        }
+
+    async def wake_memory(self) -> None:
+        """Take the rest of the memory back; the engine then generates."""
+        await asyncio.sleep(self.load_seconds)
+        self.sleeping.clear()
+        self.sleep_level, self.paused, self.frozen = 0, False, False
+        self.poke()
 
     def memory(self) -> list[dict[str, Any]]:
         asleep = dict.fromkeys(self.sleeping, 45)
@@ -348,7 +376,7 @@ class SimWorker:
     def set_label(self, version: int) -> None:
         self.ready_at = min(self.ready_at, self.world.now)
         self.label = version
-        self.engine_label = version if self.world.orders else None
+        self.engine_label = version if self.world.managed else None
         self.served = max(self.served, version)
 
     def declare(self, version: int) -> None:
@@ -380,7 +408,7 @@ class SimWorker:
             old, self.weights = self.weights, f"{self.weights}|{new}"
             await asyncio.sleep(self.load_seconds)  # half-written meanwhile
             # Of a worker in doubt there is no canary answer from before, so a lie would not show.
-            is_lie = fault == "lie" and (self.world.verifying or self.known_to == OP.get())
+            is_lie = fault == "lie" and (self.world.managed or self.known_to == OP.get())
             if fault != "half":
                 self.weights = old if is_lie else new
             if verified and self.weights != new:
@@ -394,33 +422,42 @@ class SimWorker:
             label, seconds = self.label, {"leave": 0.0, "engine": 0.0, "enter": 0.0}
             if label != order["label"]:
                 raise RefitRefused("It has another label.")
-            if self.sleep_level:
-                raise RefitRefused("It sleeps.")
             self.label = order["leaving"]
             self.set_taints([])
             await asyncio.sleep(self.world.rng.uniform(0.0, 0.3))  # its event loop is busy
+            was_paused, before = (self.paused, self.paused_by), self.engine_label
             if self.staged != order["identity"] or not await self._stop(order):
-                self.label = self.engine_label = label
-                self.set_taints(order["taints_before"])
+                self.label, self.engine_label = label, before
+                (self.paused, self.paused_by), self.frozen = was_paused, False
+                self.poke()
+                self.set_taints([] if self.paused else order["taints_before"])
                 raise RefitRefused("Nothing was staged, or the refit was cancelled.")
+            self.kept = None
             self.issued_by = OP.get()
             await self.load(order["identity"], order["leaving"], True, fault)
             self.clear(None)
             self.engine_label, self.issued_by = order["version"], None
             if order["mode"] == "keep":
+                self.cache = {}  # the frozen requests lose their blocks, too
                 for request in self.queued + self.running:
                     request.kv = {self.weights} if request in self.running else set()
                     request.switches.append((len(request.tokens), order["version"]))
             else:
                 for request in [r for r in self.queued if not self.admits(r)]:
                     self.end(request, "aborted")
+            memory: dict[str, Any] = {}
+            if self.sleep_level:
+                memory["asleep"] = self.memory()
+                await self.wake_memory()
+                memory |= {"after": self.memory(), "seconds": {"wake.kv_cache": 0.0}}
             self.paused = self.frozen = False
             self.poke()
             await asyncio.sleep(self.world.rng.uniform(0.0, 0.3))
             self.set_taints(order["taints"])
             self.set_label(order["version"])
         engine = {"paused_seconds": 0.0, "waited_seconds": 0.0, "stop_seconds": 0.0}
-        return {"report": {**engine, "swap_seconds": 0.0, "swap": {}}, "seconds": seconds}
+        report = {**engine, "swap_seconds": 0.0, "swap": {}}
+        return {"report": report, "seconds": seconds, "memory": memory}
 
     async def _stop(self, order: Mapping[str, Any]) -> bool:
         """Stop generating; return False if the refit was cancelled while requests ran."""
@@ -437,8 +474,6 @@ class SimWorker:
         self.frozen = order["mode"] == "keep"
         self.poke()
         if self.frozen and self.sticky:  # blocks of the old version must not be read
-            self.paused = self.frozen = False
-            self.poke()
             return False
         if self.frozen:
             return True
@@ -449,8 +484,6 @@ class SimWorker:
         if idle.done():
             return True
         idle.cancel()
-        self.paused = False
-        self.poke()
         return False
 
     async def _become_idle(self, mode: str) -> None:
@@ -463,17 +496,19 @@ class SimWorker:
 
     async def run_alone(self, act: Callable[[], Any]) -> None:
         """Run a pause or a resume, after an order that is running."""
-        async with self._routes if self.world.orders else nullcontext():
+        async with self._routes if self.world.managed else nullcontext():
             answer = act()
             if inspect.isawaitable(answer):
                 await answer
 
     async def stage_by_order(self, order: Mapping[str, Any]) -> StageReply:
         """Do what the order `rollway_stage` of `engine/refit_orders.py` does."""
-        if "weights" in self.sleeping:
-            raise Asleep("It sleeps.")
         if order["needs_label"] and self.label is None:
             return StageReply(None, [])
+        async with self._routes:
+            if "weights" in self.sleeping:
+                await asyncio.sleep(self.load_seconds)
+                self.sleeping.discard("weights")
         if self.staged != order["identity"]:
             self.stage(Path(order["offer"]["where"]["path"]))
         await asyncio.sleep(min(order["seconds"], max(0.0, self._staged_at - self.world.now)))
@@ -482,7 +517,15 @@ class SimWorker:
             self.check_staged(order["identity"])
         except AdminError as refusal:
             state, error = "running" if "still" in refusal.message else "failed", refusal.message
-        return StageReply(self.label, [{"state": state, "error": error}])
+        return StageReply(self.label, [{"state": state, "error": error}], self.sleep_level)
+
+    async def discard(self, identity: str) -> None:
+        """Do what the order `rollway_discard` does."""
+        if self.staged == identity:
+            self.staged = None
+        async with self._routes:
+            if self.sleep_level and self.sleeping != {"weights", "kv_cache"}:
+                await self._release(self.sleep_level, "abort")
 
     def stage(self, path: Path) -> None:
         self.check(path.name)
@@ -497,13 +540,7 @@ class SimWorker:
         if self.world.now < self._staged_at:
             raise AdminError("still staging")
 
-    def unstage(self, identity: str) -> None:
-        if self.staged == identity:
-            self.staged = None
-
     def check(self, name: str) -> None:
-        if not self.world.verifying:
-            raise NoSuchMethod("It has no such method.")
         if "unfit" in name:
             raise AdminError("It has other shapes.")
 
@@ -517,21 +554,16 @@ class World:
         loop: SimLoop,
         seed: int,
         *,
-        verifying: bool,
-        staging: bool = False,
-        orders: bool = False,
+        managed: bool,
         shape: str = "stack",
     ) -> None:
         self.loop, self.rng = loop, random.Random(seed)
         loop.world = self
-        self.verifying = verifying
-        """Whether the workers compare their parameters themselves; otherwise canaries must."""
-        self.staging = verifying and staging
-        """Whether the workers load an update beside the served model."""
-        self.orders = self.staging and orders
-        """Whether one order moves a worker, and its engine refuses requests of other versions."""
+        self.managed = managed
+        """Whether workers take orders: they compare their parameters themselves, and their engines
+        refuse requests of other versions. Otherwise they are foreign, and canaries must do."""
         self.supervised = shape in ("stack", "pools")
-        self.tainting = shape != "untainted"
+        self.tainting = shape != "plain"
         self.pools = shape == "pools"
         """Whether prefill and decode are apart."""
         self.workers: dict[int, SimWorker] = {}
@@ -544,7 +576,9 @@ class World:
         self.lock = asyncio.Lock()
         self.recipe: tuple[int, Path] | None = None
         self.claimed: dict[int, str] = {}
-        self.listed_at, self.listing_fails, self.listings = 0.0, 0, 0
+        self.listed_by: dict[int, float] = {}
+        """When each operation last listed the workers."""
+        self.listing_fails, self.listings = 0, 0
         self.sleep_mode = True
         """Whether the engines were started with sleep mode."""
         self.stalling = {"prefill": 0.05, "decode": 0.05}
@@ -552,7 +586,7 @@ class World:
         self.unknown_seconds = 0.0
         """How long the router may send anything to a worker that has just joined."""
         self.answer_seconds = 0.0
-        """How long an answer takes from its worker to the client."""
+        """How long an answer takes from its worker to the client; canaries come at once."""
 
     @property
     def now(self) -> float:
@@ -566,9 +600,11 @@ class World:
 
     def join(self, ready_after: float = 0.0) -> SimWorker:
         """Start a worker on base weights; its launcher taints it and then labels it."""
+        return self.join_as(self._choose_role(), ready_after)
+
+    def join_as(self, role: str, ready_after: float = 0.0) -> SimWorker:
         number = len(self.workers) + 1
         # A supervisor starts it with the ports of a worker that died.
-        role = self._choose_role()
         ports = {w.port for w in self.workers.values() if w.role == role}
         free = {port for port in ports if self.at(port) is None}
         worker = SimWorker(self, number, min(free, default=20_000 + number), role)
@@ -584,7 +620,7 @@ class World:
         return min(("prefill", "decode"), key=alive.count) if self.pools else ""
 
     async def listing(self, *_: Any, **__: Any) -> list[Worker]:
-        self.listed_at, self.listings = self.now, self.listings + 1
+        self.listed_by[OP.get()], self.listings = self.now, self.listings + 1
         hung = any(w.alive and not w.awake.is_set() for w in self.workers.values())
         await asyncio.sleep(5.0 if hung else 0.002)  # the frontend probes them all
         if self.listing_fails:
@@ -602,7 +638,7 @@ class World:
 
     async def instances(self, *_: Any, **__: Any) -> frozenset[int] | None:
         """Answer without asking the workers, as the frontend's /health does."""
-        self.listed_at = self.now
+        self.listed_by[OP.get()] = self.now
         await asyncio.sleep(0.001)  # the way to the frontend
         if self.listing_fails:
             return None
@@ -625,7 +661,7 @@ class World:
         try:
             async with asyncio.timeout(timeout):
                 worker, reason = await route(request, taints, ext.get("backend_instance_id"))
-                await asyncio.sleep(self.answer_seconds)
+                await asyncio.sleep(0.0 if greedy else self.answer_seconds)
         except TimeoutError:
             raise Unreachable("no answer") from None
         finally:
@@ -633,7 +669,8 @@ class World:
                 w.end(request, "aborted")
         ids = request.tokens
         return {
-            "choices": [{"logprobs": {"token_logprobs": [-1.0 / (1 + t) for t in ids]}}],
+            # Apart from each other, so that the canaries of two sets of weights never agree.
+            "choices": [{"logprobs": {"token_logprobs": [-(t % 97) / 10 for t in ids]}}],
             "nvext": {
                 "completion_token_ids": ids,
                 "worker_id": {
@@ -705,13 +742,11 @@ class World:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Run the real protocol on simulated time, listings and checkpoints."""
-        protocol = (refit, stages, worker_order, worker_refit, service, updates, sleep)
-        for module in (*protocol, labels, membership, sender):
+        for module in PROTOCOL:
             patch.setattr(module, "time", SimpleNamespace(monotonic=self.loop.time))
-        patch.setattr(membership, "discover", self.listing)
-        patch.setattr(membership, "list_instances", self.instances)
+        patch.setattr(workers, "discover", self.listing)
+        patch.setattr(workers, "list_instances", self.instances)
         patch.setattr(updates, "FromDisk", SimUpdate)
-        patch.setattr(sender, "random", self.rng)
 
     def put(self, version: int, path: Path) -> None:
         self.recipe = version, path
@@ -724,9 +759,6 @@ class World:
 
     def claims(self) -> dict[int, str]:
         return dict(self.claimed)
-
-    async def newest(self) -> int | None:
-        return max(self.claimed, default=None)
 
 
 class SimUpdate(FromDisk):
@@ -741,8 +773,8 @@ class SimUpdate(FromDisk):
         return False
 
 
-class SimAdmin:
-    """`AdminAPI` over simulated workers, with the faults of `World.faults`. A call reaches the
+class SimAdmin(DynamoAdmin):
+    """`DynamoAdmin` over simulated workers, with the faults of `World.faults`. A call reaches the
     worker that listens at the address; over a pinned connection it reaches one worker or none."""
 
     def __init__(self, world: World, owner: SimAdmin | None = None) -> None:
@@ -750,7 +782,6 @@ class SimAdmin:
         self._owner = owner or self
         self._peer: SimWorker | None = None
         self._is_broken = self.crashed = False
-        self.levels: dict[int, int] = {}
         self.calls_left, self.then = 0, lambda: None
         """`then` is called at the last of this number of calls."""
 
@@ -786,7 +817,7 @@ class SimAdmin:
             """Run once the worker wakes up, even if the caller has left."""
             await sim.awake.wait()
             if fault == "refuse":
-                raise AdminError(f"{worker} refuses.")
+                raise (RefitRefused if route == "refit" else AdminError)(f"{worker} refuses.")
             answer = act(sim, fault) if sim.alive else None
             return await answer if inspect.isawaitable(answer) else answer
 
@@ -817,22 +848,13 @@ class SimAdmin:
 
         await self._call(worker, "resume", act, None, 300.0)
 
-    def enforces_versions(self, worker: Worker) -> bool:
-        return self.world.orders
-
-    def takes_refits(self, worker: Worker) -> bool:
-        return self.world.orders
-
     async def stage(self, worker: Worker, order: Mapping[str, Any]) -> StageReply:
-        if not self.world.orders:
-            raise NoSuchOrder("It has no such route.")
-        limit = 10.0 + order["seconds"]
-        act = lambda w, _: w.stage_by_order(order)  # noqa: E731
-        try:
-            reply: StageReply = await self._call(worker, "check", act, None, limit)
-        finally:
-            sim = self.world.at(int(worker.admin_url[-5:]))
-            self._owner.levels[worker.instance_id] = 0 if sim is None else sim.sleep_level
+        def act(sim: SimWorker, _: str | None) -> Any:
+            if not self.world.managed:
+                raise NoSuchMethod("It takes no orders.")
+            return sim.stage_by_order(order)
+
+        reply: StageReply = await self._call(worker, "check", act, None, 10.0 + order["seconds"])
         return reply
 
     async def refit(self, worker: Worker, order: Mapping[str, Any]) -> Any:
@@ -853,64 +875,26 @@ class SimAdmin:
 
         await self._call(worker, "update", act, version, 720.0)
 
-    async def update_distributed(
-        self, worker: Worker, version: int, method: str, arguments: Mapping[str, Any]
-    ) -> None:
-        if method == updates.SWAP_METHOD:
-            weights = arguments["identity"]
-        else:
-            weights = Path(json.loads(arguments["order"]["body"])["path"]).name
+    async def discard(self, worker: Worker, identity: str) -> None:
+        await self._call(worker, "discard", lambda w, _: w.discard(identity), identity, 300.0)
 
-        def act(sim: SimWorker, fault: str | None) -> Any:
-            if method == updates.SWAP_METHOD:
-                sim.check_staged(weights)
-            return sim.load(weights, version, True, fault)
+    async def read(self, worker: Worker) -> Facts:
+        def read(sim: SimWorker, _: str | None) -> Facts:
+            return Facts(sim.label, self.world.managed, sim.sleep_level)
 
-        await self._call(worker, "update", act, version, 720.0)
-
-    async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
-        if method == updates.STAGE_METHOD:
-            if not self.world.staging:
-                raise NoSuchMethod("Workers of this fleet load in place.")
-            path = Path(arguments["offer"]["where"]["path"])
-            await self._call(worker, "check", lambda w, _: w.stage(path), method, 300.0)
-        elif method == updates.STAGED_METHOD:
-            identity = arguments["identity"]
-            await self._call(worker, "staged", lambda w, _: w.check_staged(identity), method)
-        elif method == updates.UNSTAGE_METHOD:
-            identity = arguments["identity"]
-            await self._call(worker, "unstage", lambda w, _: w.unstage(identity), method)
-        else:
-            name = Path(json.loads(arguments["order"]["body"])["path"]).name
-            await self._call(worker, "check", lambda w, _: w.check(name), method, 300.0)
-
-    async def weight_version(self, worker: Worker) -> int | None:
-        def read(sim: SimWorker, _: str | None) -> tuple[int | None, int]:
-            return sim.label, sim.sleep_level
-
-        label, level = await self._call(worker, "version", read, None)
-        self._owner.levels[worker.instance_id] = level
-        return label
-
-    def sleep_level(self, worker: Worker) -> int:
-        return self._owner.levels.get(worker.instance_id, 0)
-
-    def is_paused(self, worker: Worker) -> bool:
-        return False
+        facts: Facts = await self._call(worker, "version", read, None)
+        return facts
 
     async def memory(self, worker: Worker, level: int = 0) -> Any:
+        if not self.world.managed:
+            raise NoSuchMethod("It takes no orders.")
         return await self._call(worker, "memory", lambda w, _: w.memory(), level)
 
-    async def sleep(
-        self, worker: Worker, level: int = 1, mode: str = "wait", label: int | None = None
-    ) -> Any:
-        def act(sim: SimWorker, _: str | None) -> Any:
-            return sim.sleep(level, mode, label)
+    async def sleep(self, worker: Worker, order: Mapping[str, Any]) -> Any:
+        return await self._call(worker, "sleep", lambda w, _: w.sleep(order), None, 300.0)
 
-        return await self._call(worker, "sleep", act, level, 300.0)
-
-    async def wake(self, worker: Worker, tags: Sequence[str] | None = None) -> Any:
-        return await self._call(worker, "wake", lambda w, _: w.wake(tags), tags, 300.0)
+    async def wake(self, worker: Worker) -> Any:
+        return await self._call(worker, "wake", lambda w, _: w.wake(), None, 300.0)
 
     async def declare_version(self, worker: Worker, version: int) -> None:
         await self._call(worker, "declare", lambda w, _: w.declare(version), version)

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 
-from rollway.errors import AdminError, Unreachable
+from rollway.errors import AdminError, Unreachable, UsageError
+from rollway.fleet import admin as admin_module
 from rollway.fleet.admin import (
     IN_DOUBT,
+    UNVERIFIED,
     AnotherProcess,
+    Facts,
     NoSuchMethod,
-    NoSuchOrder,
     RefitRefused,
+    StillAsleep,
+    leaving_label,
     parse_label,
-    unverified_label,
+    start_and_wait,
+    version_left,
 )
-from rollway.fleet.discovery import Worker
 from rollway.fleet.dynamo_admin import DynamoAdmin
+from rollway.fleet.workers import Worker
 from rollway.http import Http
-from rollway.signed_calls import DOOR, OTHER_PROCESS, REFIT, STAGE
+from rollway.signed_calls import DISCARD, DOOR, MEMORY, OTHER_PROCESS, REFIT, SLEEP, STAGE, WAKE
+from rollway.weights.offer import STILL
 
 Calls = list[tuple[str, dict[str, Any]]]
 Script = Callable[[str, dict[str, Any]], Any]
@@ -69,7 +77,7 @@ async def test_routes_are_called_in_the_style_the_worker_advertises() -> None:
         async with worker(routes=frozenset({"control/pause_generation"})) as (nested, calls):
             await admin.pause(nested)
             await admin.set_taints(nested, ["a"])
-            await admin.sleep(nested, 2, "abort")
+            await admin.sleep(nested, {"level": 2})
             with pytest.raises(NoSuchMethod, match="does not offer `flush_cache`"):
                 await admin.flush_cache(nested)
         assert [route for route, _ in calls] == [
@@ -77,9 +85,8 @@ async def test_routes_are_called_in_the_style_the_worker_advertises() -> None:
         ]  # fmt: skip
         async with worker() as (unknown, calls):  # found by /health or in a static list: no routes
             await admin.pause(unknown)
-            await admin.wake(unknown, ["weights"])
-        assert [route for route, _ in calls] == ["pause_generation", "rollway_wake"]
-        assert calls[1][1] == {"tags": ["weights"]}
+            await admin.wake(unknown)
+        assert calls[1:] == [("rollway_wake", {})] and calls[0][0] == "pause_generation"
 
 
 async def test_an_engine_method_is_called_without_touching_version_or_cache() -> None:
@@ -175,8 +182,8 @@ async def test_a_pinned_connection_never_reaches_a_second_process() -> None:
 
     async with worker(script) as (target, calls), Http() as http:
         async with DynamoAdmin(http).pin() as connection:
-            assert await connection.weight_version(target) == 3
-            assert await connection.weight_version(target) == 3
+            assert (await connection.read(target)).label == 3
+            assert (await connection.read(target)).label == 3
             drop[0] = True
             with pytest.raises(AdminError):
                 await connection.flush_cache(target)
@@ -185,33 +192,73 @@ async def test_a_pinned_connection_never_reaches_a_second_process() -> None:
             with pytest.raises(AdminError, match="may reach another process"):
                 await connection.set_taints(target, ["rollway-v3"])
             assert len(calls) == before
-        assert await DynamoAdmin(http).weight_version(target) == 3
+        assert (await DynamoAdmin(http).read(target)).label == 3
 
 
-async def test_a_worker_without_orders_is_asked_once() -> None:
+@pytest.mark.parametrize("order", [STAGE, REFIT, DISCARD, MEMORY, SLEEP, WAKE])
+async def test_a_worker_without_a_guard_takes_no_orders(order: str) -> None:
     async with worker(lambda *_: 404) as (target, calls), Http() as http:
         admin = DynamoAdmin(http)
-        for _ in range(2):
-            with pytest.raises(NoSuchOrder):
-                await admin.stage(target, {"seconds": 1.0})
-        assert [route for route, _ in calls] == [STAGE]
+        orders: dict[str, Callable[[], Awaitable[object]]] = {
+            STAGE: lambda: admin.stage(target, {"seconds": 1.0}),
+            REFIT: lambda: admin.refit(target, {}),
+            DISCARD: lambda: admin.discard(target, "w1"),
+            MEMORY: lambda: admin.memory(target),
+            SLEEP: lambda: admin.sleep(target, {}),
+            WAKE: lambda: admin.wake(target),
+        }
+        with pytest.raises(NoSuchMethod, match="takes no orders of Rollway") as failure:
+            await orders[order]()
+    assert "Start the workers by Rollway" in failure.value.hint
+    assert [route for route, _ in calls] == [order]
 
 
 async def test_an_order_to_stage_answers_with_the_label() -> None:
     reply = {"status": "ok", "ranks": [{"state": "ready"}], "label": "7", "refits": True}
-    async with worker(lambda *_: reply) as (target, _), Http() as http:
-        admin = DynamoAdmin(http)
-        assert (await admin.stage(target, {"seconds": 1.0})).label == 7
-        assert admin.takes_refits(target) and admin.enforces_versions(target)
+    async with worker(lambda *_: {**reply, "asleep": 1}) as (target, _), Http() as http:
+        answer = await DynamoAdmin(http).stage(target, {"seconds": 1.0})
+    assert (answer.label, answer.sleep_level, len(answer.ranks)) == (7, 1, 1)
 
 
-async def test_an_engine_that_cannot_stage_has_no_such_method() -> None:
-    message = "Call to collective_rpc method failed: 'W' object has no attribute 'rollway_stage'"
-    reply = {"status": "error", "message": message}
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (
+            {"status": "error", "message": "'W' object has no attribute 'rollway_stage'"},
+            "has no attribute 'rollway_stage'",
+        ),
+        (
+            {"status": "ok", "ranks": [], "label": 7, "refits": False, "asleep": 0},
+            "has not loaded Rollway's plugin",
+        ),
+    ],
+)
+async def test_an_engine_that_cannot_stage_is_a_foreign_one(
+    reply: dict[str, Any], reason: str
+) -> None:
     async with worker(lambda *_: reply) as (target, _), Http() as http:
-        with pytest.raises(NoSuchMethod) as failure:
+        with pytest.raises(NoSuchMethod, match=reason):
             await DynamoAdmin(http).stage(target, {"seconds": 1.0})
-        assert not isinstance(failure.value, NoSuchOrder)
+
+
+@pytest.mark.parametrize(
+    ("said", "facts"),
+    [
+        ({"version": 3}, Facts(3)),  # Dynamo's own route, without a guard
+        (
+            {"version": "3", "enforced": True, "asleep": 0, "paused": True},
+            Facts(3, enforces=True, is_paused=True),
+        ),
+        ({"version": -5, "enforced": True, "asleep": 2}, Facts(-5, enforces=True, sleep_level=2)),
+        ({"version": None, "enforced": False, "asleep": 0, "paused": False}, Facts(None)),
+    ],
+)
+async def test_one_call_reads_all_that_a_worker_says_of_itself(
+    said: dict[str, Any], facts: Facts
+) -> None:
+    async with worker(lambda *_: {"status": "ok", **said}) as (target, calls), Http() as http:
+        assert await DynamoAdmin(http).read(target) == facts
+    assert [route for route, _ in calls] == ["get_weight_version"]
 
 
 async def test_a_refit_is_never_sent_to_a_successor() -> None:
@@ -236,11 +283,18 @@ async def test_a_refit_is_never_sent_to_a_successor() -> None:
         assert [route for route, _ in calls][2:].count("resume_generation") == 2
 
 
-async def test_a_refused_refit_changed_nothing() -> None:
-    reply = {"status": "error", "state": "refused", "message": "not staged"}
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [("refused", RefitRefused), ("asleep", StillAsleep), ("in doubt", AdminError)],
+)
+async def test_the_answer_to_a_refit_says_what_became_of_the_worker(
+    state: str, error: type[AdminError]
+) -> None:
+    reply = {"status": "error", "state": state, "message": "no room"}
     async with worker(lambda *_: reply) as (target, _), Http() as http:
-        with pytest.raises(RefitRefused, match="not staged"):
+        with pytest.raises(AdminError, match="no room") as failure:
             await DynamoAdmin(http).refit(target, {})
+    assert type(failure.value) is error and failure.value.__cause__ is None
 
 
 async def test_a_closed_client_raises() -> None:
@@ -257,9 +311,69 @@ async def test_a_closed_client_raises() -> None:
         (7, 7),
         ("7", 7),
         (-1, IN_DOUBT),
-        (unverified_label(3), unverified_label(3)),
+        (leaving_label(3), leaving_label(3)),
         ("step-3", IN_DOUBT),
     ],
 )
 def test_a_label_is_parsed_as_a_version(label: Any, version: int | None) -> None:
     assert parse_label(label) == version
+
+
+@pytest.mark.parametrize("version", [0, 1, 7, 10**9])
+def test_the_label_of_a_worker_that_leaves_service_names_its_version(version: int) -> None:
+    assert version_left(leaving_label(version)) == version
+    for label in (None, IN_DOUBT, UNVERIFIED, version):
+        assert version_left(label) is None
+
+
+# --- a task in the background of a worker: adapters, prime-rl's groups -------------------------
+
+
+class Background:
+    """The engine methods of a worker with two ranks: `start` begins, and `check` raises these
+    answers until it is done."""
+
+    def __init__(self, *answers: str, notifications: int = 2) -> None:
+        self.answers, self.notifications = list(answers), notifications
+        self.checks = 0
+
+    async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
+        assert method == "start"
+        for _ in range(self.notifications):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(client, f"\0{arguments['tell']}")
+
+    async def check(self) -> None:
+        self.checks += 1
+        if self.answers:
+            raise AdminError(self.answers.pop(0))
+
+    async def wait(self, seconds: float = 30.0) -> None:
+        place, own = Worker(7, "m", "http://w", world_size=2), cast(DynamoAdmin, self)
+        await start_and_wait(own, place, ("start", {}), self.check, seconds)
+
+
+async def test_a_worker_that_notifies_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only a notification ends the wait before an hour.
+    monkeypatch.setattr(admin_module, "ASK_SECONDS", 3600.0)
+    background = Background()
+    await asyncio.wait_for(background.wait(), 30)
+    assert background.checks == 1
+
+
+@pytest.mark.parametrize("notifications", [0, 1])
+async def test_a_worker_that_cannot_notify_is_asked_repeatedly(notifications: int) -> None:
+    background = Background(f"refused: {STILL} version 3.", notifications=notifications)
+    await background.wait()
+    assert background.checks == 2
+
+
+async def test_what_a_background_task_raises_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="changed while it was read"):
+        await Background("w of version 3 changed while it was read.").wait()
+
+
+async def test_a_background_task_has_a_time_limit() -> None:
+    with pytest.raises(UsageError, match="has not got the weights within 0 s"):
+        await Background(*[STILL] * 9).wait(0.0)

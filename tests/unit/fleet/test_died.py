@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollway.fleet import membership
-from rollway.fleet.discovery import StaticList, Worker
-from rollway.fleet.membership import Membership
+from rollway.fleet import workers
+from rollway.fleet.workers import Membership, StaticList, Worker
 from rollway.http import Http
 
 
@@ -27,9 +27,9 @@ async def died(monkeypatch: pytest.MonkeyPatch, probes: list[bool], listed: list
     async def discover(*_: Any) -> list[Worker]:
         return listed
 
-    monkeypatch.setattr(membership, "is_dead", is_dead)
-    monkeypatch.setattr(membership, "discover", discover)
-    monkeypatch.setattr(membership, "DYING_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(workers, "is_dead", is_dead)
+    monkeypatch.setattr(workers, "discover", discover)
+    monkeypatch.setattr(workers, "DYING_SECONDS", (0.0, 0.0, 0.0))
     http: Any = None
     return await Membership(http, StaticList(())).has_died(worker(1))
 
@@ -46,6 +46,9 @@ async def test_a_worker_that_takes_a_moment_to_exit_is_dead(
 
 async def test_a_worker_whose_successor_listens_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await died(monkeypatch, [False], [worker(2)])
+    silent = replace(worker(1), error="DeadlineExceeded")  # a dead worker is listed for a while
+    assert await died(monkeypatch, [False], [silent, worker(2)])
+    assert not await died(monkeypatch, [False], [silent, replace(worker(2), error="it hangs")])
 
 
 async def test_a_worker_that_is_listed_and_listens_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +68,8 @@ async def test_a_worker_whose_successor_is_not_listed_yet_is_dead(
     async def discover(*_: Any) -> list[Worker]:
         return []
 
-    monkeypatch.setattr(membership, "discover", discover)
-    monkeypatch.setattr(membership, "DYING_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(workers, "discover", discover)
+    monkeypatch.setattr(workers, "DYING_SECONDS", (0.0, 0.0))
     app = web.Application()
     if not is_starting:
         app.router.add_get("/engine/liveness_probe", answer)

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 
 from rollway.errors import RequestFailed, Unreachable
-from rollway.fleet import discovery
-from rollway.fleet.discovery import (
+from rollway.fleet.workers import (
+    DnsListing,
     HealthListing,
+    Membership,
     RlListing,
     StaticList,
-    Worker,
     discover,
     list_instances,
 )
-from rollway.fleet.membership import Membership
 from rollway.http import Http
 from tests.unit.fleet.fake_fleet import FakeWorker, fake_fleet, serving
 
@@ -51,11 +50,11 @@ async def test_health_instances_are_deduplicated_and_get_an_admin_address() -> N
     ]
     async with serving("/health", {"instances": entries}) as url, Http() as http:
         port = int(url.rpartition(":")[2])
-        workers = await discover(http, HealthListing(url, "rl", system_port=port))
+        workers = await discover(http, HealthListing(url, ("rl",), system_port=port))
         assert [worker.instance_id for worker in workers] == [7, BIG]  # a hash, not a longer name
         assert {worker.admin_url for worker in workers} == {f"http://127.0.0.1:{port}"}
         assert all(worker.error is None for worker in workers)
-        dead = await discover(http, HealthListing(url, "rl", system_port=9))
+        dead = await discover(http, HealthListing(url, ("rl",), system_port=9))
         assert all("no connection" in (worker.error or "") for worker in dead)
 
 
@@ -227,9 +226,12 @@ def test_the_pods_of_a_service_are_found_by_a_real_name_server(tmp_path: Path) -
     assert lost[0] == "" and "127.0.0.4 is unknown" in lost[1]
     assert answer["names"]["empty"] == answer["names"]["unknown"] == []
     assert "broken.rl cannot be resolved" in answer["names"]["broken"]
+    assert "broken.rl cannot be resolved" in answer["failure"]  # a name of a worker
 
 
 async def test_a_pod_with_two_workers_gets_no_calls() -> None:
-    twice = [Worker(n, "m", "http://127.0.0.2:9090") for n in (1, 2)]
-    with pytest.raises(Unreachable, match="is unknown"):
-        await discovery.find_pod_worker("127.0.0.2", twice)
+    urls = ["http://127.0.0.2:9090", "http://127.0.0.2:9091"]
+    workers = [{"instance_id": n, "system_url": url} for n, url in enumerate(urls)]
+    async with serving("/v1/rl/workers", {"workers": workers}) as url, Http() as http:
+        (pod,) = await discover(http, DnsListing("127.0.0.2", (RlListing(url),)))
+    assert pod.admin_url == "" and "is unknown: 2 of 2" in (pod.error or "")

@@ -1,4 +1,6 @@
-"""Admin calls and refits when workers misbehave (scripted, see fake_fleet.py)."""
+"""Admin calls and refits when foreign workers misbehave (scripted, see fake_fleet.py).
+
+They take no orders: each is moved by single calls."""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from rollway.errors import (
 )
 from rollway.fleet import worker_refit
 from rollway.fleet.admin import leaving_label
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.rollout.client import Rollouts
 from rollway.spec import AdminTimeouts
@@ -66,8 +68,9 @@ async def test_a_refit_moves_every_worker(checkpoint: Path) -> None:
     assert [worker.state for worker in report.workers] == ["serving", "serving"]
     for worker in workers:
         assert worker.calls == [
-            "get_weight_version", "get_weight_version",
-            "get_weight_version", "set_weight_version", "update/model_taints", "pause_generation",
+            "get_weight_version",
+            "get_weight_version", "set_weight_version", "update/model_taints",
+            "pause_generation", "pause_generation",  # in mode wait, then what has not begun
             "update_weights_from_disk", "flush_cache", "get_weight_version",
             "pause_generation", "update/model_taints", "resume_generation", "set_weight_version",
         ]  # fmt: skip
@@ -288,11 +291,3 @@ async def test_the_newest_declared_version_is_the_current_one() -> None:
         fleet = Fleet(http, url)
         assert await fleet.read_versions() == {1: 5, 2: 0, 3: None}
         assert fleet.versions.current == 5
-
-
-async def test_health_reports_whether_a_worker_is_alive() -> None:
-    dead = FakeWorker(2, fail={"liveness_probe": 500})
-    async with fake_fleet(FakeWorker(1), dead) as url, Http() as http:
-        fleet = Fleet(http, url)
-        alive = [await fleet.admin.health(worker) for worker in await fleet.workers()]
-    assert alive == [True, False]

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from rollway.fleet import membership
-from rollway.versions import FleetVersions
+from rollway.fleet import workers
 from tests.unit.fleet.refit_machine import RefitMachine, machine
 from tests.unit.fleet.sim_fleet import SimWorker
 
@@ -37,9 +36,11 @@ def start_watch(m: RefitMachine, seconds: float) -> asyncio.Task[None]:
 
 
 def test_a_joiner_is_admitted_beside_one_that_takes_long() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         slow = start_slow_admission(m)
         joiners = [m.world.join(), m.world.join()]
+        for joiner in joiners:
+            joiner.load_seconds = 0.4
         m.time_passes(4.0)
         assert [worker.label for worker in joiners] == [1, 1]
         assert slow.label != 1
@@ -49,7 +50,7 @@ def test_a_joiner_is_admitted_beside_one_that_takes_long() -> None:
 
 
 def test_who_joins_during_an_admission_is_found_in_a_moment() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         start_slow_admission(m)
         steps = 0
         for _ in range(6):  # each as soon as the one before it serves
@@ -64,7 +65,7 @@ def test_who_joins_during_an_admission_is_found_in_a_moment() -> None:
 
 
 def test_who_joins_after_an_admission_is_found_in_a_moment() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         watching = start_watch(m, 20.0)
         steps = 0
         for _ in range(4):  # each some time after the one before it serves
@@ -83,14 +84,14 @@ def test_a_worker_that_no_listing_shows_is_listed_once_a_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A listing makes the frontend ask all workers, so looks must not cause one each."""
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         start_slow_admission(m)
 
         async def look(*_: object) -> frozenset[int]:
             return frozenset({*(await m.world.instances() or ()), 99})
 
         with monkeypatch.context() as patch:
-            patch.setattr(membership, "list_instances", look)
+            patch.setattr(workers, "list_instances", look)
             before = m.world.listings
             m.time_passes(5.0)
             assert 4 <= m.world.listings - before <= 6
@@ -99,10 +100,11 @@ def test_a_worker_that_no_listing_shows_is_listed_once_a_second(
 
 
 def test_a_joiner_that_fails_does_not_hold_up_the_others() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         slow = start_slow_admission(m)
         hung, joiner = m.world.join(), m.world.join()
         m.world.faults["check", hung.instance_id] = "refuse"
+        joiner.load_seconds = 0.4
         m.time_passes(4.0)
         assert joiner.label == 1
         m.time_passes(2 * SLOW)
@@ -111,7 +113,7 @@ def test_a_joiner_that_fails_does_not_hold_up_the_others() -> None:
 
 
 def test_no_joiner_is_taken_along_while_a_refit_waits() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         start_slow_admission(m)
         process = m.processes[0]
         process.start(process.refit(2), process.under_way)
@@ -125,7 +127,7 @@ def test_no_joiner_is_taken_along_while_a_refit_waits() -> None:
 
 
 def test_a_watch_notices_a_joiner_within_a_second() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         watching = start_watch(m, 6.0)
         listings = m.world.listings
         m.time_passes(1.5)
@@ -138,37 +140,25 @@ def test_a_watch_notices_a_joiner_within_a_second() -> None:
         m.settles()
 
 
-def test_an_answer_to_a_request_from_before_the_admission_does_not_count() -> None:
-    """A router may send a request to a worker whose taints it does not know yet. By the time of the
-    answer the worker may have the version, and say so."""
-    versions = FleetVersions()
-    versions.tainted = True
-    versions.mark_serving(1, 1)
-    versions.note_served(1)
-    early = versions.ticket()
-    assert not versions.attributes_to(early, 2)  # nobody knows what it serves
-    versions.mark_issued(2)
-    assert not versions.attributes_to(early, 2)
-    versions.mark_entered(2, 1)
-    versions.mark_serving(2, 1)
-    assert not versions.attributes_to(early, 2)
-    assert not versions.attributes_to(early, None)
-    assert versions.attributes_to(early, 1)
-    late = versions.ticket()
-    assert versions.attributes_to(late, 2) and versions.attributes_to(late, None)
-    versions.mark_issued(1)  # to version 2; what it answered before still counts
-    assert versions.attributes_to(late, 1)
-    versions.mark_entered(1, 2)
-    assert not versions.attributes_to(late, 1)
-
-
-@pytest.mark.parametrize("shape", ["stack", "attached", "untainted", "pools"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("managed", "stack"),
+        ("managed", "attached"),
+        ("managed", "pools"),
+        ("foreign", "stack"),
+        ("foreign", "attached"),
+        ("foreign", "plain"),
+    ],
+    ids=" ".join,
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_no_token_of_a_joiner_counts_for_a_version_that_it_had_not(shape: str, seed: int) -> None:
+def test_no_token_of_a_joiner_counts_for_a_version_that_it_had_not(
+    kind: tuple[str, str], seed: int
+) -> None:
     """The router sends to a worker whose taints it does not know yet; its answers come before it is
     admitted, while it is, and after."""
-    options = {"shape": shape, "seed": seed, "unknown_seconds": 3.0}
-    with machine(verifying=True, **options) as m:
+    with machine(kind=kind, seed=seed, unknown_seconds=3.0) as m:
         process = m.processes[0]
         assert m.loop.run_until_complete(process.refit(1)) == "done"
         m.tried = 1

@@ -12,7 +12,6 @@ import pytest
 from rollway.fleet.recording import DriverHistory, RefitRecording
 from rollway.fleet.refit import Refit
 from rollway.fleet.updates import FromDisk
-from rollway.fleet.worker_refit import RefitPlan
 from rollway.observe.read import Run
 from rollway.versions import FleetVersions
 
@@ -21,8 +20,8 @@ async def test_a_cancelled_refit_is_recorded_also_if_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nobody: Any = None
-    plan = RefitPlan(nobody, FleetVersions(), FromDisk(Path("/weights")), 3)
-    refit = Refit(plan, nobody, lambda _: False)
+    update = FromDisk(Path("/weights"))
+    refit = Refit(nobody, FleetVersions(), update, 3, nobody, lambda _: False)
     history, times = DriverHistory(tmp_path, "s", "run-1"), iter([1.7e9 + 100])
     monkeypatch.setattr(time, "time", lambda: next(times, 1.7e9))
     recording = RefitRecording(3, None, history, None)

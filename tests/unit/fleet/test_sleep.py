@@ -5,7 +5,6 @@ machine also sleeps and wakes between all other events."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,16 +13,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rollway.engine.guard import EngineOrders
 from rollway.errors import AdminError, RolloutError, UsageError
-from rollway.fleet.admin import IN_DOUBT, leaving_label, unverified_label, version_left
-from rollway.fleet.discovery import StaticList
+from rollway.fleet.admin import IN_DOUBT, StillAsleep, leaving_label
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.report import SleepReport
-from rollway.fleet.service import Service
+from rollway.fleet.workers import StaticList
 from rollway.http import Http
 from rollway.rollout.sampling import Sampling
-from rollway.signed_calls import MEMORY, SECRET, SLEEP, WAKE
+from rollway.signed_calls import SECRET
 from rollway.versions import taint_of
+from tests.checkpoints import write_checkpoint
 from tests.light.engine import Engine, Pause
 from tests.light.routes import AdminRoutes
 from tests.light.weights import LightWorker
@@ -48,9 +48,8 @@ def refit(m: RefitMachine, version: int, **options: Any) -> str:
     return m.loop.run_until_complete(m.processes[0].refit(version, **options))
 
 
-@pytest.mark.parametrize("orders", [False, True])
-def test_level_1_returns_with_its_version_and_without_its_cache(orders: bool) -> None:
-    with machine(verifying=True, staging=True, orders=orders) as m:
+def test_level_1_returns_with_its_version_and_without_its_cache() -> None:
+    with machine() as m:
         run, fleet = m.loop.run_until_complete, m.processes[0].fleet
         assert refit(m, 1) == "done"
         run(m.processes[0].sample(8))
@@ -63,7 +62,7 @@ def test_level_1_returns_with_its_version_and_without_its_cache(orders: bool) ->
         woken: SleepReport = run(fleet.wake())
         assert [state_of(w) for w in workers] == [(1, (taint_of(1),), 0, False)] * 2
         assert woken.asleep == 0 and [w.state for w in woken.workers] == ["serving"] * 2
-        assert all(set(w.memory) == {"before", "asleep", "after"} for w in woken.workers)
+        assert all(set(w.memory) == {"asleep", "after"} for w in woken.workers)
         m.time_passes(1.0)
         (rollout,) = run(m.processes[0].rollouts.generate([1], Sampling(max_tokens=3)))
         assert rollout.weight_version == 1
@@ -71,40 +70,24 @@ def test_level_1_returns_with_its_version_and_without_its_cache(orders: bool) ->
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("verifying", [True, False], ids=["parameters", "canary"])
-def test_a_refit_wakes_workers_in_the_order_in_which_memory_is_needed(
-    level: int, verifying: bool
-) -> None:
-    with machine(verifying=verifying, staging=True, count=1) as m:
+def test_a_refit_wakes_workers_by_the_same_two_calls(level: int) -> None:
+    """tests/unit/engine/test_guard.py has the order in which memory comes back."""
+    with machine(count=1) as m:
         fleet, (worker,) = m.processes[0].fleet, m.world.workers.values()
         m.loop.run_until_complete(fleet.sleep(level))
         began = len(m.world.log)
         update = SimUpdate(Path("/weights/w1"))
         report = m.loop.run_until_complete(fleet.refit(1, update))
-        calls = [(c.route, c.detail) for c in m.world.log[began:]]
-        staged = "rollway_stage" if verifying else None
-        expected = [
-            ("wake", ["weights"]),
-            *([("check", staged)] if staged else []),
-            ("declare", IN_DOUBT),
-            ("update", unverified_label(1)),
-            ("flush", None),
-            ("wake", None),
-            ("taint", (taint_of(1),)),
-            ("resume", None),
-            ("declare", 1),
-        ]
-        places = [calls.index(call) for call in expected if call != ("resume", None)]
-        assert places == sorted(places)
+        assert [call.route for call in m.world.log[began:]] == ["check", "refit"]
         assert state_of(worker) == (1, (taint_of(1),), 0, False) and worker.weights == "w1"
         assert report.workers[0].memory.keys() == {"asleep", "after"}
-        assert {"wake.weights", "wake.kv_cache"} <= report.workers[0].steps.keys()
+        assert "wake.kv_cache" in report.workers[0].steps
         m.tried = 1
         m.settles()
 
 
 def test_level_2_needs_a_refit_and_a_wake_says_so() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         run, fleet = m.loop.run_until_complete, m.processes[0].fleet
         run(fleet.sleep(level=2))
         report: SleepReport = run(fleet.wake())
@@ -115,7 +98,7 @@ def test_level_2_needs_a_refit_and_a_wake_says_so() -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_rollouts_wait_for_their_patience_and_are_told_to_wake(level: int) -> None:
-    with machine(verifying=True) as m:
+    with machine() as m:
         run, process = m.loop.run_until_complete, m.processes[0]
         run(process.fleet.sleep(level))
         for rollouts in (process.rollouts, m.processes[1].rollouts):  # also another process
@@ -129,7 +112,7 @@ def test_rollouts_wait_for_their_patience_and_are_told_to_wake(level: int) -> No
 
 
 def test_a_rollout_that_a_sleep_cuts_continues_after_the_wake() -> None:
-    with machine(verifying=True, count=1) as m:
+    with machine(count=1) as m:
         run, process, (worker,) = (
             m.loop.run_until_complete,
             m.processes[0],
@@ -150,7 +133,7 @@ def test_a_rollout_that_a_sleep_cuts_continues_after_the_wake() -> None:
 
 
 def test_a_sleep_that_waits_lets_running_requests_finish() -> None:
-    with machine(verifying=True, count=1) as m:
+    with machine(count=1) as m:
         process = m.processes[0]
         sampling = m.loop.create_task(process.rollouts.generate([1], Sampling(max_tokens=100)))
         m.time_passes(0.5)
@@ -162,7 +145,7 @@ def test_a_sleep_that_waits_lets_running_requests_finish() -> None:
 
 
 def test_a_process_that_comes_later_learns_the_version_of_workers_that_sleep() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         run = m.loop.run_until_complete
         assert refit(m, 1) == "done" and refit(m, 2) == "done"
         run(m.processes[0].fleet.sleep())
@@ -176,7 +159,7 @@ def test_a_process_that_comes_later_learns_the_version_of_workers_that_sleep() -
 
 
 def test_engines_without_sleep_mode_are_refused_before_anything_changes() -> None:
-    with machine(verifying=True) as m:
+    with machine() as m:
         m.world.sleep_mode = False
         began = len(m.world.log)
         with pytest.raises(UsageError, match="cannot sleep at level 2: no sleep mode"):
@@ -187,21 +170,21 @@ def test_engines_without_sleep_mode_are_refused_before_anything_changes() -> Non
 
 @pytest.mark.parametrize(("level", "mode"), [(0, "wait"), (3, "wait"), (1, "keep"), (1, "soon")])
 def test_wrong_arguments_are_refused(level: int, mode: Any) -> None:
-    with machine(verifying=True) as m:
+    with machine() as m:
         with pytest.raises(UsageError, match="cannot sleep with level"):
             m.loop.run_until_complete(m.processes[0].fleet.sleep(level, mode))
         m.settles()
 
 
 def test_workers_without_a_version_are_refused() -> None:
-    with machine(verifying=True, shape="attached") as m:
+    with machine(kind=("managed", "attached")) as m:
         with pytest.raises(UsageError, match="declares no version"):
             m.loop.run_until_complete(m.processes[0].fleet.sleep())
         m.settles()
 
 
 def test_a_second_sleep_changes_nothing_and_another_level_is_refused() -> None:
-    with machine(verifying=True) as m:
+    with machine() as m:
         run, fleet = m.loop.run_until_complete, m.processes[1].fleet
         run(m.processes[0].fleet.sleep(level=1))
         began = len(m.world.log)
@@ -214,16 +197,18 @@ def test_a_second_sleep_changes_nothing_and_another_level_is_refused() -> None:
 
 
 def test_a_wake_of_workers_that_are_awake_changes_nothing() -> None:
-    with machine(verifying=True) as m:
-        began = len(m.world.log)
+    with machine() as m:
+        began, workers = len(m.world.log), list(m.world.workers.values())
+        before = [state_of(worker) for worker in workers]
         report = m.loop.run_until_complete(m.processes[0].fleet.wake())
         assert [(w.state, w.version) for w in report.workers] == [("awake", 0)] * 2
-        assert touching_calls(m, began) == []
+        assert touching_calls(m, began) == ["wake"] * 2  # an order to sleep may still be running
+        assert [state_of(worker) for worker in workers] == before
         m.settles()
 
 
 def test_a_sleep_waits_for_a_refit_also_of_another_process() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         refitting = m.loop.create_task(m.processes[1].refit(1))
         m.time_passes(0.01)
         m.loop.run_until_complete(m.processes[0].fleet.sleep())
@@ -239,7 +224,7 @@ def test_a_sleep_that_ends_at_any_call_leaves_nothing_that_cannot_be_repaired(
     level: int, ends: str
 ) -> None:
     for calls in range(1, 14):
-        with machine(verifying=True, staging=True) as m:
+        with machine() as m:
             m.samples(0, 40, 8)
             m.time_passes(0.1)
             m.sleeps(0, level=level, fuse=(calls, ends), seconds=5.0)
@@ -254,12 +239,14 @@ def test_a_sleep_that_ends_at_any_call_leaves_nothing_that_cannot_be_repaired(
 @pytest.mark.parametrize("ends", ["cancel", "crash"])
 def test_a_wake_that_ends_at_any_call_leaves_nothing_that_cannot_be_repaired(ends: str) -> None:
     for calls in range(1, 14):
-        with machine(verifying=True, staging=True) as m:
+        with machine() as m:
             m.sleeps(0)
             m.wakes(0, fuse=(calls, ends))
             m.samples(1, 5, 8)
-            if ends == "cancel":
-                assert {w.label for w in m.world.workers.values()} == {0}
+            labels = {w.label for w in m.world.workers.values()}
+            assert labels <= {0, leaving_label(0)}, calls  # each worker has woken, or it sleeps
+            m.wakes(1)
+            assert {w.label for w in m.world.workers.values()} == {0}, calls
             m.settles()
 
 
@@ -269,7 +256,7 @@ def test_a_refit_of_sleeping_workers_that_ends_at_any_call_is_repaired(
     level: int, ends: str
 ) -> None:
     for calls in range(1, 40, 2):
-        with machine(verifying=True, staging=True) as m:
+        with machine() as m:
             m.sleeps(0, level=level)
             m.refits(0, fuse=(calls, ends), seconds=20.0)
             m.samples(1, 5, 8)
@@ -278,7 +265,7 @@ def test_a_refit_of_sleeping_workers_that_ends_at_any_call_is_repaired(
 
 
 def test_if_one_worker_fails_the_others_are_woken() -> None:
-    with machine(verifying=True) as m:
+    with machine() as m:
         m.world.faults["sleep", 2] = "refuse"
         with pytest.raises(AdminError, match="refuses"):
             m.loop.run_until_complete(m.processes[0].fleet.sleep())
@@ -288,7 +275,7 @@ def test_if_one_worker_fails_the_others_are_woken() -> None:
 
 
 def test_a_worker_that_joins_while_others_sleep_is_left_alone_until_they_wake() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         run, process = m.loop.run_until_complete, m.processes[0]
         assert refit(m, 1) == "done"
         run(process.fleet.sleep())
@@ -304,7 +291,7 @@ def test_a_worker_that_joins_while_others_sleep_is_left_alone_until_they_wake() 
 
 
 def test_a_worker_that_is_killed_asleep_comes_back_awake_and_is_moved_after_the_wake() -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         run, process = m.loop.run_until_complete, m.processes[0]
         assert refit(m, 1) == "done"
         run(process.fleet.sleep())
@@ -323,7 +310,7 @@ def test_a_worker_that_is_killed_asleep_comes_back_awake_and_is_moved_after_the_
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("weights", ["unfit", "bad"])
 def test_after_a_refused_refit_workers_sleep_as_before(level: int, weights: str) -> None:
-    with machine(verifying=True, staging=True) as m:
+    with machine() as m:
         run, process = m.loop.run_until_complete, m.processes[0]
         run(process.fleet.sleep(level))
         assert refit(m, 1, weights=weights) == "refused"
@@ -336,14 +323,14 @@ def test_after_a_refused_refit_workers_sleep_as_before(level: int, weights: str)
 
 
 def test_weights_that_may_be_half_written_are_not_restored_by_a_wake() -> None:
-    with machine(verifying=True, staging=True, count=1) as m:
+    with machine(count=1) as m:
         run, process, (worker,) = (
             m.loop.run_until_complete,
             m.processes[0],
             m.world.workers.values(),
         )
         run(process.fleet.sleep(level=1))
-        m.world.faults["update", 1] = "half"
+        m.world.faults["refit", 1] = "half"
         assert refit(m, 1) == "failed"
         assert worker.label == IN_DOUBT and worker.sleeping == BOTH
         report = run(process.fleet.wake())
@@ -353,21 +340,19 @@ def test_weights_that_may_be_half_written_are_not_restored_by_a_wake() -> None:
 
 
 def test_a_cache_that_does_not_fit_fails_the_refit_and_the_worker_is_not_restarted() -> None:
-    with machine(verifying=True, staging=True, count=1, replacing=True) as m:
+    with machine(count=1, replacing=True) as m:
         process, (worker,) = m.processes[0], m.world.workers.values()
         m.loop.run_until_complete(process.fleet.sleep(level=2))
-        real = worker.wake
+        real = worker.wake_memory
 
-        async def wake(tags: Any) -> Any:
-            if tags is None:
-                raise AdminError("CUDA error: out of memory.")
-            return await real(tags)
+        async def wake_memory() -> None:
+            raise StillAsleep("CUDA error: out of memory.")
 
-        worker.wake = wake  # type: ignore[method-assign]
+        worker.wake_memory = wake_memory  # type: ignore[method-assign]
         assert refit(m, 1) == "failed" and "out of memory" in process.trouble
         assert worker.alive and worker.label is not None and worker.label < 0
-        assert worker.sleeping == {"kv_cache"} and worker.taints == ()
-        worker.wake = real  # type: ignore[method-assign]
+        assert worker.sleeping == BOTH and worker.taints == ()
+        worker.wake_memory = real  # type: ignore[method-assign]
         assert refit(m, 2) == "done"
         m.settles()
 
@@ -378,16 +363,16 @@ def test_a_cache_that_does_not_fit_fails_the_refit_and_the_worker_is_not_restart
 def test_a_wake_after_a_half_written_update_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    declare = Service.declare
+    load = SimWorker.load
 
-    async def no_doubt(self: Service, connection: Any, label: int) -> None:
-        if label != IN_DOUBT:
-            await declare(self, connection, label)
+    async def keep_and_load(self: SimWorker, *arguments: Any) -> None:
+        self.kept = 0
+        await load(self, *arguments)
 
-    monkeypatch.setattr(Service, "declare", no_doubt)
-    with pytest.raises(AssertionError, match="stamped 0"), machine(verifying=True, count=1) as m:
+    monkeypatch.setattr(SimWorker, "load", keep_and_load)
+    with pytest.raises(AssertionError, match="stamped 0"), machine(count=1) as m:
         m.sleeps(0)
-        m.world.faults["update", 1] = "half"
+        m.world.faults["refit", 1] = "half"
         assert refit(m, 1) == "failed"
         m.loop.run_until_complete(m.processes[0].fleet.wake())
         m.samples(0, 5, 8)
@@ -395,26 +380,21 @@ def test_a_wake_after_a_half_written_update_would_be_noticed(
         m.holds()
 
 
-def test_a_sleep_order_that_comes_late_would_be_noticed() -> None:
-    """Its caller gave up and returned the worker to service: the label refuses the order."""
-    for checks_label in (True, False):
-        with machine(verifying=True, count=1) as m:
-            worker = m.world.workers[1]
-            label = leaving_label(0) if checks_label else None
-            order = m.loop.create_task(worker.sleep(level=1, mode="wait", label=label))
-            m.loop.run_until_complete(asyncio.wait([order]))
-            assert (order.exception() is not None) is checks_label
-            assert worker.sleep_level == (0 if checks_label else 1)
+# --- over HTTP, on a light worker with the guard's orders --------------------------------------
 
 
-@pytest.mark.parametrize("version", [0, 1, 7, 10**9])
-def test_the_label_of_a_sleeping_worker_names_its_version(version: int) -> None:
-    assert version_left(leaving_label(version)) == version
-    for label in (None, IN_DOUBT, version, unverified_label(version)):
-        assert version_left(label) is None
+def add_orders(engine: Engine) -> tuple[dict[str, Any], list[Any]]:
+    """Return the routes of a light worker with those that the guard adds, and the taints that it
+    gets."""
+    orders, taints = EngineOrders(), []
 
+    async def set_taints(body: dict[str, Any]) -> dict[str, Any]:
+        taints.append(body["taints"])
+        return {"status": "ok"}
 
-# --- over HTTP, on the routes of the light worker --------------------------------------------
+    own = {**AdminRoutes(engine).table(), "update/model_taints": set_taints}
+    routes = {name: orders.wrap(name, handler) for name, handler in own.items()}
+    return routes | orders.list_own(), taints
 
 
 @asynccontextmanager
@@ -436,12 +416,12 @@ async def serve(routes: dict[str, Any]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def test_the_same_calls_over_http(
+async def test_the_same_orders_over_http(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SECRET, "a secret")
     engine = Engine(LightWorker(base_model))
-    routes = AdminRoutes(engine).table()
+    routes, taints = add_orders(engine)
     checkpoint = perturbed(base_model, tmp_path / "other", seed=1)
     async with serve(routes) as url, Http() as http:
         fleet = Fleet(http, StaticList((url,), "m"))
@@ -450,28 +430,54 @@ async def test_the_same_calls_over_http(
         report = await fleet.sleep()
         assert report.released_bytes == 2 * 10**9 and [w.version for w in report.workers] == [0]
         assert engine.pause_state is not Pause.NONE
+        assert (await fleet.admin.read(worker)).label == leaving_label(0)
         with pytest.raises(AdminError, match="it sleeps"):
             await fleet.admin.resume(worker)
         assert [w.state for w in (await fleet.wake()).workers] == ["serving"]
         assert engine.pause_state is Pause.NONE
         await fleet.sleep(level=2)
         assert not engine.worker.usable
-        with pytest.raises(AdminError, match="its weights sleep"):
+        with pytest.raises(AdminError, match="it sleeps"):
             await fleet.admin.update_from_disk(worker, checkpoint, 1)
+        with pytest.raises(UsageError):
+            await fleet.refit(1, tmp_path / "nowhere")
+        assert (await fleet.wake()).asleep == 1
         refit = await fleet.refit(1, checkpoint)
         assert [(w.state, w.proof) for w in refit.workers] == [("serving", "parameters")]
-        assert engine.worker.usable and engine.pause_state is Pause.NONE
-        assert (await routes["get_weight_version"]({}))["version"] == 1
+        assert set(refit.workers[0].memory) == {"asleep", "after"}
+        assert {"wake.weights", "wake.kv_cache"} <= refit.workers[0].steps.keys()
+        assert engine.worker.usable and engine.pause_state is Pause.NONE and engine.label == 1
+        facts = await fleet.admin.read(worker)
+        assert (facts.label, facts.sleep_level, facts.enforces) == (1, 0, True)
+        assert taints == [[], ["rollway-v0"], [], [], ["rollway-v1"]]
+
+
+async def test_after_a_refused_refit_a_worker_sleeps_again_over_http(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET, "a secret")
+    engine = Engine(LightWorker(base_model))
+    routes, _ = add_orders(engine)
+    unfit = write_checkpoint(tmp_path / "unfit")
+    async with serve(routes) as url, Http() as http:
+        fleet = Fleet(http, StaticList((url,), "m"))
+        (worker,) = await fleet.workers()
+        await fleet.admin.declare_version(worker, 0)
+        before = (await fleet.sleep()).released_bytes
+        with pytest.raises(UsageError):
+            await fleet.refit(1, unfit)
+        (rank,) = await fleet.admin.memory(worker)
+        assert sum(rank["asleep_bytes"].values()) == before
+        assert (await fleet.admin.read(worker)).label == leaving_label(0)
+        assert [(w.state, w.version) for w in (await fleet.wake()).workers] == [("serving", 0)]
 
 
 async def test_workers_without_rollways_orders_cannot_sleep(base_model: Path) -> None:
     routes = AdminRoutes(Engine(LightWorker(base_model))).table()
-    for order in (SLEEP, WAKE, MEMORY):
-        del routes[order]
     async with serve(routes) as url, Http() as http:
         fleet = Fleet(http, StaticList((url,), "m"))
         (worker,) = await fleet.workers()
         await fleet.admin.declare_version(worker, 0)
         with pytest.raises(UsageError, match="cannot sleep") as caught:
             await fleet.sleep()
-        assert "Start the worker by Rollway" in caught.value.hint
+        assert "Start the workers by Rollway" in caught.value.hint

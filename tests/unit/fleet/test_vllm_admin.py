@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import AdminError, RequestFailed, Unreachable
-from rollway.fleet.admin import NoSuchMethod
-from rollway.fleet.discovery import Worker
+from rollway.fleet.admin import IN_DOUBT, Facts, NoSuchMethod
 from rollway.fleet.vllm_admin import VllmAdmin
+from rollway.fleet.workers import Worker
 from rollway.http import IDEMPOTENT, Http
 
 DROP = "drop the connection"
@@ -124,20 +124,20 @@ async def test_the_error_shows_the_reason_without_the_text_around_it(
 ) -> None:
     server.trouble["collective_rpc"] = trouble
     with pytest.raises(AdminError) as failure:
-        await admin.call(server.worker, "rollway_check", {})
-    assert f"refused `rollway_check`: {reason}" in failure.value.message
+        await admin.call(server.worker, "look", {})
+    assert f"refused `look`: {reason}" in failure.value.message
 
 
 async def test_a_missing_method_and_a_failed_method_are_different_errors(
     server: Server, admin: VllmAdmin
 ) -> None:
     # The message of a server whose only worker is in the engine's process (a single GPU).
-    server.trouble["collective_rpc"] = failed("Method 'rollway_check' is not implemented.")
+    server.trouble["collective_rpc"] = failed("Method 'look' is not implemented.")
     with pytest.raises(NoSuchMethod):
-        await admin.call(server.worker, "rollway_check", {})
+        await admin.call(server.worker, "look", {})
     server.trouble["collective_rpc"] = failed("NVFP4 is not implemented here")
     with pytest.raises(AdminError, match="NVFP4") as failure:
-        await admin.call(server.worker, "rollway_check", {})
+        await admin.call(server.worker, "look", {})
     assert not isinstance(failure.value, NoSuchMethod)
 
 
@@ -146,9 +146,32 @@ async def test_the_error_for_a_missing_route_has_a_hint(server: Server, admin: V
     with pytest.raises(AdminError, match=r"no route /pause\. .*VLLM_SERVER_DEV_MODE=1"):
         await admin.pause(server.worker)
     with pytest.raises(AdminError, match=r"no route /weight_info\. .*VLLM_SERVER_DEV_MODE=1"):
-        await admin.weight_version(server.worker)
-    with pytest.raises(AdminError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
-        await admin.load_lora(server.worker, "style", Path("/adapter"))
+        await admin.read(server.worker)
+
+
+@pytest.mark.parametrize(
+    ("label", "version"), [("default", None), ("7", 7), ("-5", -5), ("step-3", IN_DOUBT)]
+)
+async def test_a_server_has_a_label_and_stamps_nothing(
+    server: Server, admin: VllmAdmin, label: str, version: int | None
+) -> None:
+    server.trouble["weight_info"] = {"weight_version": label}
+    assert await admin.read(server.worker) == Facts(version)
+
+
+async def test_a_server_takes_no_orders(server: Server, admin: VllmAdmin) -> None:
+    order = {"seconds": 1.0}
+    for call in (
+        admin.stage(server.worker, order),
+        admin.refit(server.worker, order),
+        admin.discard(server.worker, "w1"),
+        admin.memory(server.worker),
+        admin.sleep(server.worker, order),
+        admin.wake(server.worker),
+    ):
+        with pytest.raises(NoSuchMethod, match="takes no orders"):
+            await call
+    assert server.calls == []
 
 
 @pytest.mark.parametrize("page", ["<html>", "", [1]])
@@ -156,7 +179,7 @@ async def test_an_answer_from_another_server_is_an_error(
     server: Server, admin: VllmAdmin, page: Any
 ) -> None:
     server.trouble = dict.fromkeys(ANSWERS, (200, page))
-    for call in (admin.pause(server.worker), admin.call(server.worker, "rollway_check", {})):
+    for call in (admin.pause(server.worker), admin.call(server.worker, "look", {})):
         with pytest.raises(AdminError):
             await call
     server.trouble = {"reset_prefix_cache": {}}
@@ -164,13 +187,9 @@ async def test_an_answer_from_another_server_is_an_error(
         await admin.flush_cache(server.worker)
 
 
-async def test_health_is_that_of_the_engine(server: Server, admin: VllmAdmin) -> None:
-    server.trouble["health"] = (200, "")
-    assert await admin.health(server.worker)
-    for trouble in ((503, ""), DROP):
-        server.trouble["health"] = trouble
-        assert not await admin.health(server.worker)
-    listed = replace(server.worker, error="no answer")
-    assert not await admin.health(listed)
+async def test_a_server_that_is_listed_with_an_error_is_not_called(
+    server: Server, admin: VllmAdmin
+) -> None:
     with pytest.raises(AdminError, match="listed with an error: no answer"):
-        await admin.pause(listed)
+        await admin.pause(replace(server.worker, error="no answer"))
+    assert server.calls == []

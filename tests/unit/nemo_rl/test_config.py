@@ -9,7 +9,7 @@ import pytest
 
 from rollway.api import make_spec
 from rollway.errors import RollwayError, SpecError, UsageError
-from rollway.fleet.discovery import HealthListing, RlListing
+from rollway.fleet.workers import HealthListing, RlListing
 from rollway.integrations.nemo_rl.config import (
     MxConfig,
     WeightSync,
@@ -225,7 +225,7 @@ def test_a_deployment_is_found_by_its_service(monkeypatch: pytest.MonkeyPatch) -
     config = parse_generation(make(dynamo)).dynamo_cfg
     url = find_deployment_url(config)
     assert url == "http://rl-policy-frontend.team.svc.cluster.local:8080"
-    assert choose_listing(config, url) == HealthListing(url, "team-RL-policy", 9090)
+    assert choose_listing(config, url) == HealthListing(url, ("team-RL-policy",), 9090)
 
 
 def test_a_deployment_outside_a_pod_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollway.errors import NoWorkers, RollwayError, Unreachable, UsageError
-from rollway.fleet.discovery import HealthListing, RlListing
+from rollway.fleet.workers import HealthListing, RlListing
 from rollway.integrations.nemo_rl.connection import Connection
 
 INSTANCES = [{"namespace": "team-other-0123abcd"}, {"namespace": "team-rl2"}, {"namespace": "x"}]
@@ -58,7 +58,7 @@ def connect(url: str, listing: Any, error: RollwayError | None = None) -> Connec
 
 async def test_a_frontend_without_rl_workers_says_where_it_looked_and_what_it_saw(url: str) -> None:
     with pytest.raises(NoWorkers) as failure:
-        await connect(url, HealthListing(url, "team-rl", 9090))._check_workers()
+        await connect(url, HealthListing(url, ("team-rl",), 9090))._check_workers()
     assert "Searched namespace: team-rl; it sees team-other-0123abcd, team-rl2, x." in str(
         failure.value
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollway.errors import SpecError, UsageError
-from rollway.fleet.discovery import DnsListing, HealthListing, RlListing, Source, StaticList
+from rollway.fleet.workers import DnsListing, HealthListing, RlListing, Source, StaticList
 from rollway.gateway.messages import check_contiguous
 from rollway.gateway.replies import add_bundle
 from rollway.gateway.template import Template
@@ -290,9 +290,9 @@ def test_a_gateway_that_cannot_start_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "listing",
     [
-        RlListing("http://127.0.0.1:8001", "http://127.0.0.1:8000", (("authorization", "x"),)),
+        RlListing("http://127.0.0.1:8001", "http://127.0.0.1:8000"),
         HealthListing("http://10.0.0.1:8000", ("ns-a", "ns-b"), 9091),
-        DnsListing("pods", 8000, (RlListing("http://10.0.0.1:8001"),)),
+        DnsListing("pods", (RlListing("http://10.0.0.1:8001"),)),
         StaticList(("http://10.0.0.1:9090",), "m"),
     ],
 )

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from rollway.errors import UsageError
-from rollway.fleet.discovery import RlListing
+from rollway.fleet.workers import RlListing
 from rollway.integrations import nemo_rl
 from rollway.integrations.nemo_rl.batches import make_output
 from rollway.integrations.nemo_rl.config import parse_generation

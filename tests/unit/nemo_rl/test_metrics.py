@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import Unreachable
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.integrations.nemo_rl import metrics as module
 from rollway.integrations.nemo_rl.connection import Connection
 from rollway.integrations.nemo_rl.metrics import (

@@ -19,10 +19,10 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import NoWorkers, RefitError, RollwayError
-from rollway.fleet.discovery import HealthListing
 from rollway.fleet.fleet import Fleet
 from rollway.fleet.refit import MAX_PASSES
 from rollway.fleet.report import RefitReport
+from rollway.fleet.workers import HealthListing
 from rollway.http import Http
 from tests.checkpoints import write_checkpoint
 from tests.unit.fleet.fake_fleet import FakeWorker
@@ -33,8 +33,9 @@ NAMES = {"update_weights_via_mx": "update", "update_weights_from_disk": "update"
     for step, what in (("pause", "generation"), ("flush", "cache"), ("resume", "generation"))
 }
 THEIRS = ["pause", "update", "flush", "resume"]
-OURS = ["pause", "update", "flush", "pause", "resume"]
-"""The second pause ends requests that a stalled router delivered late, for the old version."""
+OURS = ["pause", "pause", "update", "flush", "pause", "resume"]
+"""The second pause ends requests that have not begun, and the third those for the old version that
+a stalled router delivered late."""
 
 
 def read_transcripts() -> dict[str, dict[int, list[tuple[str, str]]]]:
@@ -57,7 +58,7 @@ def list_theirs(scenario: str, number: int) -> list[str]:
 
 
 class ScriptedWorker(FakeWorker):
-    """A worker behind Rollway's extension: one route runs methods of the engine. The call with a
+    """A worker with vLLM's own routes: one of them runs methods of the engine. The call with a
     version is the update; those without only look."""
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -121,7 +122,7 @@ class Deployment:
         port = runner.addresses[0][1]
         try:
             async with Http() as http:
-                yield Fleet(http, HealthListing(f"http://127.0.1.1:{port}", "ns-dgd", port))
+                yield Fleet(http, HealthListing(f"http://127.0.1.1:{port}", ("ns-dgd",), port))
         finally:
             await runner.cleanup()
 
@@ -230,7 +231,7 @@ async def test_a_flush_that_fails_keeps_the_worker_out(checkpoint: Path) -> None
     worker = deployment.add(1, fail={"flush_cache": 500})
     with pytest.raises(RefitError):
         await refit(deployment, checkpoint)
-    assert deployment.list_calls(1)[:3] == THEIRS[:3]
+    assert deployment.list_calls(1)[:4] == OURS[:4]
     assert worker.paused and "resume" not in deployment.list_calls(1)
 
 

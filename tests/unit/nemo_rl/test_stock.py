@@ -1,4 +1,4 @@
-"""The order of calls to workers without Rollway's extension. Workers and policy are mocks that note
+"""The order of calls to foreign workers. Workers and policy are mocks that note
 the calls. tests/stack/test_nemo_rl_stock.py has real ones."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from rollway.errors import AdminError, UsageError
+from rollway.fleet.admin import NoSuchMethod
 from rollway.fleet.fleet import Fleet
 from rollway.http import Http
 from rollway.integrations.nemo_rl.stock import StockUpdate, StockWire
@@ -69,9 +70,16 @@ def make_fleet() -> Any:
 async def receive(update: StockUpdate, admin: Any, *workers: Any) -> list[Any]:
     """Take the workers through a refit."""
     for worker in workers:
-        assert not (await update.preflight(admin, worker)).verifies_itself
-    applied = (update.apply(admin, worker, -5) for worker in workers)
-    return await asyncio.gather(*applied, return_exceptions=True)
+        await pass_preflight(update, admin, worker)
+    loads = (update.load(admin, worker, -5) for worker in workers)
+    return await asyncio.gather(*loads, return_exceptions=True)
+
+
+async def pass_preflight(update: StockUpdate, admin: Any, worker: Any) -> None:
+    """Nobody can stage a collective, so every worker is moved as a foreign one."""
+    with pytest.raises(NoSuchMethod) as why:
+        await update.stage(admin, worker, needs_label=False)
+    await update.check_foreign(worker, why.value)
 
 
 async def test_ranks_of_all_workers_follow_the_sender() -> None:
@@ -194,7 +202,7 @@ async def test_a_worker_that_never_comes_is_named() -> None:
     update = await StockWire(FakeCalls()).prepare(fleet)
     update.gather_seconds = 0.05
     for worker in (make_worker(1), make_worker(2)):
-        await update.preflight(fleet.admin, worker)
+        await pass_preflight(update, fleet.admin, worker)
     with pytest.raises(AdminError, match="workers 2 are not paused"):
-        await update.apply(fleet.admin, make_worker(1), -5)
+        await update.load(fleet.admin, make_worker(1), -5)
     assert fleet.admin.calls == []

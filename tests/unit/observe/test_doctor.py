@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 
 from rollway.errors import Problem, UsageError
-from rollway.fleet.discovery import StaticList, Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import StaticList, Worker
 from rollway.http import Http
 from rollway.observe.doctor import machine
 from rollway.observe.doctor.machine import (

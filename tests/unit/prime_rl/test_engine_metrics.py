@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.integrations.prime_rl.engine_metrics import (
     EngineMetrics,

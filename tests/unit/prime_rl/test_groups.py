@@ -14,8 +14,8 @@ import pytest
 
 from rollway.errors import AdminError, RefitError, Unreachable, UsageError
 from rollway.fleet.admin import RefitRefused, StageReply
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.gateway.replies import Refused
 from rollway.integrations.prime_rl.broadcast import BroadcastSender
 from rollway.integrations.prime_rl.directories import BroadcastRules
@@ -52,14 +52,13 @@ class FakeAdmin:
         self.errors: dict[tuple[int, str], str] = {}
         self.digests: dict[int, str] = {}
         self.staged: dict[int, asyncio.Event] = {}
+        self.discarded: list[int] = []
         self.silent = 0
 
     async def call(self, worker: Worker, method: str, arguments: Mapping[str, Any]) -> None:
         if worker.instance_id == self.silent:
             raise AdminError("No answer.") from Unreachable("it hangs")
         self.calls.append((worker.instance_id, method, arguments))
-        if method == "rollway_unstage":
-            self.staged[worker.instance_id].set()
         if error := self.errors.get((worker.instance_id, method)):
             raise AdminError(error)
 
@@ -71,6 +70,10 @@ class FakeAdmin:
             raise AdminError(error)
         digest = self.digests.get(worker.instance_id, "d")
         return StageReply(0, [{"state": "ready", "digest": digest}] * worker.world_size)
+
+    async def discard(self, worker: Worker, identity: str) -> None:
+        self.discarded.append(worker.instance_id)
+        self.staged[worker.instance_id].set()
 
     def list_methods(self, method: str) -> list[int]:
         return [instance for instance, called, _ in self.calls if called == method]
@@ -341,8 +344,8 @@ async def make_update(fleet: GroupFleet) -> GroupUpdate:
     return await updates.broadcaster.make_update("step_1")
 
 
-async def preflight(update: GroupUpdate, fleet: GroupFleet, worker: Worker) -> Any:
-    return await update.preflight(cast(Any, fleet.admin), worker)
+async def stage(update: GroupUpdate, fleet: GroupFleet, worker: Worker) -> StageReply:
+    return await update.stage(cast(Any, fleet.admin), worker, needs_label=True)
 
 
 async def test_ranks_must_have_received_the_same_bytes() -> None:
@@ -351,14 +354,14 @@ async def test_ranks_must_have_received_the_same_bytes() -> None:
     with pytest.raises(RefitRefused):
         await update.check_unchanged()
     for worker in WORKERS:
-        assert (await preflight(update, fleet, worker)).verifies_itself
+        await stage(update, fleet, worker)
     await update.check_unchanged()
     fleet.admin.digests[9] = "other"
-    await preflight(update, fleet, WORKERS[1])
+    await stage(update, fleet, WORKERS[1])
     with pytest.raises(RefitRefused, match="different bytes"):
         await update.check_unchanged()
     fleet.admin.digests[9] = ""
-    await preflight(update, fleet, WORKERS[1])
+    await stage(update, fleet, WORKERS[1])
     with pytest.raises(RefitRefused, match="no memory"):
         await update.check_unchanged()
 
@@ -366,7 +369,7 @@ async def test_ranks_must_have_received_the_same_bytes() -> None:
 async def test_a_worker_that_joined_after_the_group_is_left_alone() -> None:
     fleet = GroupFleet()
     update = await make_update(fleet)
-    assert (await preflight(update, fleet, Worker(99, "m", "http://d"))).is_starting
+    assert (await stage(update, fleet, Worker(99, "m", "http://d"))).ranks == []
 
 
 async def test_a_worker_that_fails_stops_the_others_with_its_cause() -> None:
@@ -376,7 +379,7 @@ async def test_a_worker_that_fails_stops_the_others_with_its_cause() -> None:
     fleet.admin.staged = {7: asyncio.Event(), 11: asyncio.Event()}
     fleet.admin.errors[9, "stage"] = "its memory is full"
     answers = await asyncio.gather(
-        *(preflight(update, fleet, worker) for worker in WORKERS), return_exceptions=True
+        *(stage(update, fleet, worker) for worker in WORKERS), return_exceptions=True
     )
     assert all("its memory is full" in str(answer) for answer in answers), answers
-    assert sorted(fleet.admin.list_methods("rollway_unstage")) == [7, 11]
+    assert sorted(fleet.admin.discarded) == [7, 11]

@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from rollway.aio import Stack
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.gateway.tokens import Access
 from rollway.integrations.prime_rl.directories import BroadcastRules
 from rollway.integrations.prime_rl.engine_metrics import EngineMetrics

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollway.rollout.completion import Completion, Nvext, WorkerIds
-from rollway.rollout.sender import Pins, Sender
+from rollway.rollout.sender import Sender
 from rollway.rollout.sequence import _span_as_json, _span_from_json
 from rollway.rollout.trajectory import Span
 from rollway.versions import FleetVersions
@@ -28,23 +28,28 @@ async def is_attributed(versions: FleetVersions, *, stamped: bool) -> bool:
     """Ask whether an answer counts for which the prefill worker has moved on to version 4."""
     http: Any = None
     sender, ticket = Sender(http, "http://f", "m", versions), versions.ticket()
-    versions.mark_entered(PREFILL, 4)
+    versions.mark_issued(PREFILL)
+    versions.mark_serving(PREFILL, 4)
     stamps = [(0, 3)] if stamped else None
     answer = Completion([7], [-1.0], "stop", DECODE, 0, None, stamps, PREFILL)
     return await sender._is_attributed(ticket, answer)
 
 
-@pytest.mark.parametrize("stamped", [True, False])
-async def test_an_answer_counts_only_if_the_prefill_worker_had_the_version(
-    versions: FleetVersions, stamped: bool
-) -> None:
-    assert not await is_attributed(versions, stamped=stamped)
-
-
-async def test_a_prefill_engine_that_refuses_other_versions_is_not_asked(
+async def test_an_answer_of_foreign_workers_counts_only_if_the_prefill_worker_had_the_version(
     versions: FleetVersions,
 ) -> None:
-    versions.mark_enforced(PREFILL)
+    for worker in (PREFILL, DECODE):
+        versions.note_facts(worker, is_foreign=True)
+    http: Any = None
+    sender, ticket = Sender(http, "http://f", "m", versions), versions.ticket()
+    answer = Completion([7], [-1.0], "stop", DECODE, 0, None, None, PREFILL)
+    assert await sender._is_attributed(ticket, answer)
+    assert not await is_attributed(versions, stamped=False)
+
+
+async def test_a_stamp_is_also_of_the_prefill_worker(versions: FleetVersions) -> None:
+    """A decode engine takes only KV that was computed for the version that it names
+    (tests/unit/engine/test_core.py)."""
     assert await is_attributed(versions, stamped=True)
 
 
@@ -55,13 +60,6 @@ def test_a_version_is_served_when_both_pools_have_it(versions: FleetVersions) ->
     versions.learn({PREFILL: 4, DECODE: 4})
     assert versions.current == 4
     assert not versions.is_served(4, without={DECODE})
-
-
-def test_no_request_is_pinned_to_half_a_pair(versions: FleetVersions) -> None:
-    versions.tainted = False
-    pins = Pins(versions)
-    pins.next(versions.ticket())
-    assert pins.now is None
 
 
 def test_an_aggregated_worker_is_no_prefill_worker() -> None:

@@ -91,14 +91,23 @@ class Scripted(Http):
 
 
 def make_answer(
-    ids: list[int], prompt: int, detailed: str = "length", extra: int = 0
+    ids: list[int],
+    prompt: int,
+    detailed: str = "length",
+    extra: int = 0,
+    *,
+    version: int | None = 1,
+    worker: int = 1,
 ) -> dict[str, Any]:
+    """Return an answer that its worker has stamped with a version; without one it has not."""
+    stamps = {} if version is None else {"engine_data": {"rollway_versions": [(0, version)]}}
     return {
         "choices": [{"finish_reason": "stop", "logprobs": {"token_logprobs": [-0.1] * len(ids)}}],
         "nvext": {
             "completion_token_ids": ids,
-            "worker_id": {"decode_worker_id": 1},
+            "worker_id": {"decode_worker_id": worker},
             "detailed_finish_reason": detailed,
+            **stamps,
         },
         "usage": {"prompt_tokens": prompt + extra, "completion_tokens": len(ids)},
     }
@@ -118,7 +127,7 @@ async def test_a_rollout_cut_by_a_refit_resumes_with_the_new_weights() -> None:
         versions.learn({1: 2})  # the refit ended before the answer arrived
         return make_answer([5, 6], 3, "cancelled")
 
-    http = Scripted(cut, make_answer([7, 8, 9], 5))
+    http = Scripted(cut, make_answer([7, 8, 9], 5, version=2))
     (rollout,) = await Rollouts(http, "http://f", "m", versions).generate(
         [1, 2, 3], Sampling(max_tokens=5)
     )
@@ -201,7 +210,7 @@ async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:
 
     def respond() -> Any:
         seen.append(rollouts.in_flight)
-        return make_answer([5], 3)
+        return make_answer([5], 3, version=None)  # so that its worker is asked
 
     async def still_serves(*_: Any) -> bool:
         seen.append(rollouts.in_flight)
@@ -217,29 +226,89 @@ async def test_a_rollout_is_in_flight_from_its_request_to_its_result() -> None:
     assert seen == [1, 1] and rollouts.in_flight == 0
 
 
-async def test_an_answer_of_a_joiner_that_is_refitted_while_it_is_asked_does_not_count() -> None:
-    """It answered with the weights that it started with, and now names the version it has since."""
-    versions, joiner = make_versions(), 77
-
-    async def still_serves(*_: Any) -> bool:
-        versions.mark_issued(joiner)
-        versions.mark_entered(joiner, 1)
-        versions.mark_serving(joiner, 1)
-        return True
-
-    rollouts = Rollouts(Scripted(), "http://f", "m", versions, still_serves=still_serves)
-    assert not await rollouts._has_version(versions.ticket(), joiner)
+# --- which answers count ----------------------------------------------------------------------
 
 
-async def test_a_migrated_answer_names_no_worker() -> None:
-    """The new worker counts the tokens of the dead worker as prompt."""
-    http = Scripted(make_answer([5, 6, 7], 3, extra=2))
-    (rollout,) = await Rollouts(http, "http://f", "m", make_versions()).generate([1, 2, 3])
-    assert rollout.worker_id is None and rollout.weight_version == 1
-    without_taints = Scripted(make_answer([5, 6, 7], 3, extra=2), make_answer([8, 9, 9], 3))
-    rollouts = Rollouts(without_taints, "http://f", "m", make_versions(tainted=False))
-    (rollout,) = await rollouts.generate([1, 2, 3])
-    assert rollout.token_ids == [8, 9, 9]  # the worker of the first answer is unknown: retried
+async def sample_until_stamped(versions: FleetVersions, first: dict[str, Any]) -> int | None:
+    """Sample from a fleet that gives this answer first, and then one that is stamped. Return the
+    worker whose answer was used."""
+    http = Scripted(first, make_answer([8, 9, 9], 3, worker=99))
+    (rollout,) = await Rollouts(http, "http://f", "m", versions).generate([1, 2, 3])
+    assert rollout.weight_version == 1
+    return rollout.worker_id
+
+
+async def test_an_answer_of_a_managed_worker_counts_only_with_a_stamp() -> None:
+    """Its engine had no label, so it admitted any version, whatever the worker says of itself."""
+    versions = make_versions()
+    assert await sample_until_stamped(versions, make_answer([5, 6, 7], 3)) == 1
+    assert await sample_until_stamped(versions, make_answer([5, 6, 7], 3, version=None)) == 99
+
+
+async def test_an_answer_of_an_unknown_worker_counts_only_with_a_stamp() -> None:
+    """It has joined a moment ago, and may have had other weights."""
+    for is_foreign in (False, True):
+        versions = make_versions()
+        versions.note_facts(7, is_foreign=is_foreign)
+        unstamped = make_answer([5, 6, 7], 3, version=None, worker=7)
+        assert await sample_until_stamped(versions, unstamped) == 99
+        assert await sample_until_stamped(versions, make_answer([5, 6, 7], 3, worker=7)) == 7
+
+
+async def test_an_answer_of_a_foreign_worker_counts_while_it_serves_the_version() -> None:
+    versions = make_versions()
+    versions.note_facts(1, is_foreign=True)
+    unstamped = make_answer([5, 6, 7], 3, version=None)
+    assert await sample_until_stamped(versions, unstamped) == 1
+
+    def refit() -> Any:
+        versions.mark_issued(1)
+        versions.mark_serving(1, 1)
+        return unstamped
+
+    http = Scripted(refit, unstamped)
+    (rollout,) = await Rollouts(http, "http://f", "m", versions).generate([1, 2, 3])
+    assert rollout.worker_id == 1 and len(http.bodies) == 2
+
+
+@pytest.mark.parametrize("is_foreign", [True, False])
+@pytest.mark.parametrize("version", [1, None])
+async def test_an_answer_that_migrated_does_not_count(
+    is_foreign: bool, version: int | None
+) -> None:
+    """Only the last worker's part may have been stamped. That worker counts the tokens of the dead
+    one as prompt."""
+    versions = make_versions()
+    versions.note_facts(1, is_foreign=is_foreign)
+    migrated = make_answer([5, 6, 7], 3, extra=2, version=version)
+    assert await sample_until_stamped(versions, migrated) == 99
+
+
+async def test_rollouts_without_stamps_fail_when_patience_ends() -> None:
+    http = Scripted(*[make_answer([5], 3, version=None)] * 50)
+    rollouts = Rollouts(http, "http://f", "m", make_versions(), patience=0.5)
+    with pytest.raises(RolloutError, match="attributed to one weight version"):
+        await rollouts.generate([1, 2, 3])
+
+
+@pytest.mark.parametrize("answer", [{"version": None}, {"extra": 2}])
+async def test_a_stream_without_a_certain_version_raises(answer: dict[str, Any]) -> None:
+    """Its caller has seen the tokens, so they cannot be sampled again."""
+    http = Streaming(make_answer([5, 6, 7], 3, **answer))
+    stream = Rollouts(http, "http://f", "m", make_versions()).stream([1, 2, 3])
+    assert await anext(stream) == [5, 6, 7]
+    with pytest.raises(RolloutError, match="its version is not certain"):
+        await anext(stream)
+
+
+async def test_only_workers_that_may_stamp_are_asked_to() -> None:
+    versions = make_versions()
+    for is_foreign in (False, True):
+        versions.note_facts(1, is_foreign=is_foreign)
+        http = Scripted(make_answer([5], 3))
+        await Rollouts(http, "http://f", "m", versions).generate([1, 2, 3])
+        fields = http.bodies[0]["nvext"]["extra_fields"]
+        assert ("rollway_versions" in fields) is not is_foreign
 
 
 async def test_an_answer_to_another_prompt_is_refused() -> None:
@@ -278,7 +347,7 @@ async def test_experts_of_an_earlier_leg_are_kept() -> None:
         body["nvext"]["routed_experts"] = encode_experts(4, 10)  # 3 + 2 tokens; the last has no row
         return body
 
-    second = make_answer([7], 5)
+    second = make_answer([7], 5, version=2)
     second["nvext"]["routed_experts"] = encode_experts(5, 50)
     http = Scripted(cut, second)
     sampling = Sampling(max_tokens=3, routed_experts=True)

@@ -11,15 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollway.errors import RequestFailed, RolloutError, UsageError
+from rollway.errors import RolloutError, UsageError
 from rollway.gateway.upstream import CHAT
-from rollway.http import Http
-from rollway.rollout.client import Rollouts
 from rollway.rollout.sampling import Sampling
 from rollway.rollout.sender import events
 from rollway.rollout.teacher import flatten
-from rollway.rollout.wire import COMPLETIONS, GENERATE, VLLM, Wire, get_wire
-from rollway.versions import FleetVersions
+from rollway.rollout.wire import COMPLETIONS, VLLM, Wire, get_wire
 from tests.unit.rollout.headers import JSON
 
 SAMPLING = Sampling(max_tokens=4)
@@ -45,20 +42,6 @@ GOOD: dict[str, Any] = {
         ],
         "usage": USAGE,
     },
-    GENERATE.name: {
-        "choices": [
-            {
-                "finish_reason": "length",
-                "token_ids": [5, 6],
-                "logprobs": {
-                    "content": [
-                        {"token": "token_id:5", "logprob": -0.5},
-                        {"token": "token_id:6", "logprob": -1.0},
-                    ]
-                },
-            }
-        ]
-    },
     CHAT.name: {
         "choices": [
             {
@@ -75,7 +58,7 @@ GOOD: dict[str, Any] = {
         "usage": USAGE,
     },
 }
-WIRES = [COMPLETIONS, VLLM, GENERATE, CHAT]
+WIRES = [COMPLETIONS, VLLM, CHAT]
 for_every_wire = pytest.mark.parametrize("wire", WIRES, ids=[wire.name for wire in WIRES])
 
 
@@ -141,7 +124,7 @@ def test_an_answer_with_one_arbitrary_value_is_read_or_refused(
 @for_every_wire
 def test_logprobs_of_other_tokens_are_refused(wire: Wire) -> None:
     text = json.dumps(GOOD[wire.name])
-    changed = text.replace("token_id:6", "token_id:7").replace('"token_id": 6', '"token_id": 7')
+    changed = text.replace('"token_id": 6', '"token_id": 7')
     if changed == text:
         pytest.skip("this wire does not name the tokens of its log-probs")
     with pytest.raises(RolloutError, match="other tokens"):
@@ -195,11 +178,10 @@ def test_the_score_is_that_of_the_token_and_not_of_the_first_entry() -> None:
 PLACES: dict[str, tuple[str | int, ...]] = {
     COMPLETIONS.name: ("nvext",),
     VLLM.name: ("choices", 0),
-    GENERATE.name: (),
 }
 
 
-@pytest.mark.parametrize("wire", [COMPLETIONS, VLLM, GENERATE], ids=list(PLACES))
+@pytest.mark.parametrize("wire", [COMPLETIONS, VLLM], ids=list(PLACES))
 @given(JSON, JSON)
 def test_arbitrary_scores_are_read_or_refused(wire: Wire, raw: Any, entry: Any) -> None:
     for scores in (raw, [None, entry], [None, {"5": -0.5}]):
@@ -219,14 +201,3 @@ def test_arbitrary_scores_are_read_or_refused(wire: Wire, raw: Any, entry: Any) 
 def test_the_error_names_an_unknown_wire() -> None:
     with pytest.raises(UsageError, match="no wire `carrier pigeon`"):
         get_wire("carrier pigeon")
-
-
-async def test_a_missing_route_is_reported_at_once() -> None:
-    class Missing(Http):
-        async def post(self, url: str, body: Any, **_: Any) -> Any:
-            raise RequestFailed("no such route", status=404)
-
-    rollouts = Rollouts(Missing(), "http://f", "m", FleetVersions(), wire=GENERATE)
-    with pytest.raises(RolloutError, match="has no route") as error:
-        await rollouts.generate([1])
-    assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE" in error.value.hint

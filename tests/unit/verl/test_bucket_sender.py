@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from rollway.errors import UsageError, WeightsError
 from rollway.fleet.admin import StageReply
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.integrations.verl.verl_buckets import BucketSender, BucketUpdate, make_bucket_update
 from rollway.weights.offer import read_offer
 
@@ -38,11 +38,12 @@ async def test_every_rank_of_every_engine_has_a_sender(tmp_path: Path) -> None:
     update, admin = make_update(tmp_path, ["s0", "s1", "s2", "s3"]), Admin()
     workers = [Worker(number, "m", "http://x", world_size=2) for number in (9, 4)]
     for worker in (*workers, workers[0]):
-        assert (await update.preflight(admin, worker)).verifies_itself  # type: ignore[arg-type]
+        await update.stage(cast(Any, admin), worker, needs_label=True)
     assert admin.offers == {9: ["s0", "s1"], 4: ["s2", "s3"]}
     assert (update.offer.nbytes, update.repeatable) == (20, False)
     with pytest.raises(UsageError, match="4 ranks of the trainer send weights"):
-        await update.preflight(admin, Worker(5, "m", "http://x", world_size=2))  # type: ignore[arg-type]
+        more = Worker(5, "m", "http://x", world_size=2)
+        await update.stage(cast(Any, admin), more, needs_label=True)
 
 
 def test_every_update_has_another_identity(tmp_path: Path) -> None:

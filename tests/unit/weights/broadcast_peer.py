@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from rollway.engine.prime_rl_broadcast import PrimeRlBroadcastReader
+from rollway.engine.foreign_senders import PrimeRlBroadcastReader
 from rollway.errors import RollwayError
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.digest.checksums import dtype_name

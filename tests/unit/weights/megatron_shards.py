@@ -17,7 +17,7 @@ from rollway.weights.offer import Manifest, list_boxes
 from rollway.weights.planning.scenario import describe
 from rollway.weights.sources import HeldTensor
 from rollway.weights.transports.entries import make_entry
-from rollway.weights.transports.shm_shards import assemble, group_by_tensor
+from rollway.weights.transports.shm import assemble, group_by_tensor
 
 Tensors = Mapping[str, torch.Tensor]
 

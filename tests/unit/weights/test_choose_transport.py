@@ -142,7 +142,7 @@ def test_every_publisher_keeps_the_contract(
             reader.release()
             reader.close()
         assert len({offer.identity for offer in offers.values()}) == 1
-        if transport in ("shm", "cuda_ipc", "nixl"):
+        if transport in ("shm", "nixl"):
             publisher.adopt(module.named_parameters())
             assert publisher.publish(4).identity == offers[1].identity
         else:
@@ -164,9 +164,8 @@ def test_deltas_within_one_machine_are_not_compressed(tmp_path: Path) -> None:
         options = {"directory": tmp_path / str(number), "temporary": temporary}
         with open_publisher("delta", destination, **options) as publisher:  # type: ignore[arg-type]
             publisher.publish(1, [("a", torch.zeros_like(changed))])
-            changed[::3] = 1
+            changed[::30] = 1
             publisher.publish(2, [("a", changed)])
             changed.zero_()
-            delta = publisher.versions.read_manifest(2).delta  # type: ignore[attr-defined]
-            sizes.append(delta.size)
-    assert sizes[0] > 3000 and max(sizes[1:]) < 500
+            sizes.append((tmp_path / str(number) / "v2" / "delta").stat().st_size)
+    assert sizes[0] > 600 and max(sizes[1:]) < 100

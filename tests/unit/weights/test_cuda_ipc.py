@@ -19,7 +19,8 @@ from rollway.engine.incoming import get_reader
 from rollway.errors import UsageError, WeightsError
 from rollway.weights.digest.checksums import digest
 from rollway.weights.offer import Offer, parse_offer, read_offer
-from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader, device_memory
+from rollway.weights.transports import cuda_ipc, device_memory
+from rollway.weights.transports.cuda_ipc import CudaIpcPublisher, CudaIpcReader
 from tests.children import JsonChild, make_dead_writer_mark
 from tests.waiting import wait_until
 
@@ -33,10 +34,11 @@ import torch
 from rollway.errors import RollwayError
 from rollway.weights.digest.checksums import digest
 from rollway.weights.offer import parse_offer
-from rollway.weights.transports.cuda_ipc import CudaIpcReader, reader as module
+from rollway.weights.transports import cuda_ipc
+from rollway.weights.transports.cuda_ipc import CudaIpcReader
 
-opened, open_handle = [], module.open_handle
-module.open_handle = lambda *arguments: opened.append(arguments) or open_handle(*arguments)
+opened, open_handle = [], cuda_ipc.open_handle
+cuda_ipc.open_handle = lambda *arguments: opened.append(arguments) or open_handle(*arguments)
 reader = CudaIpcReader(Path(sys.argv[1]))
 for line in sys.stdin:
     try:
@@ -89,26 +91,6 @@ def test_another_process_reads_what_was_published(
             assert answer["opened"] == len(offer.where["buckets"]) == 3  # also for later versions
     assert "any more" in other.ask(offer.as_json())["message"]
     assert not list(tmp_path.iterdir())
-
-
-@each_device
-def test_adopted_parameters_are_read_in_place(
-    device: str, tmp_path: Path, other: JsonChild
-) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).to(device)
-    with CudaIpcPublisher(directory=tmp_path) as publisher:
-        publisher.adopt(module.named_parameters())
-        places = [parameter.data_ptr() for parameter in module.parameters()]
-        for version in range(1, 3):
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter += version
-            answer = other.ask(publisher.publish(version).as_json())
-            assert answer["tensors"] == facts(dict(module.named_parameters()), device)
-        assert places == [parameter.data_ptr() for parameter in module.parameters()]
-        module[0].weight.data = module[0].weight.data.clone()
-        with pytest.raises(UsageError, match=r"0\.weight has moved in memory"):
-            publisher.publish(3)
 
 
 @each_device
@@ -203,18 +185,18 @@ def test_a_full_device_is_a_refusal_and_its_memory_comes_back(
     """A mock: only a GPU that is full raises this error."""
     publisher = CudaIpcPublisher(bucket_bytes=1 << 10, directory=tmp_path)
     model = {f"layer.{number}": torch.ones(300) for number in range(4)}
-    prepare, calls = device_memory.Slot._prepare, iter(range(9))
+    calls = iter(range(9))
 
-    def fail_at_third(slot: Any, number: int, tensors: Any) -> Any:
+    def fail_at_third(*arguments: Any) -> Any:
         if next(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return prepare(slot, number, tensors)
+        return device_memory.allocate(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(device_memory.Slot, "_prepare", fail_at_third)
+        patch.setattr(cuda_ipc, "allocate", fail_at_third)
         with pytest.raises(WeightsError, match=r"version 1.*GB are free.*in_place=True"):
             publisher.publish(1, model)
-    assert list(tmp_path.rglob("*.bucket")) == [] and all(not s.buckets for s in publisher._slots)
+    assert not list(tmp_path.rglob("*.*")) and all(not slot.buckets for slot in publisher._slots)
     assert publisher.publish(2, model).version == 2
     publisher.close()
 
@@ -250,8 +232,8 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with CudaIpcPublisher(directory=tmp_path) as publisher:
         with pytest.raises(UsageError, match="no tensors"):
             publisher.publish(1)
-        with pytest.raises(UsageError, match="no parameters"):
-            publisher.adopt(torch.nn.ReLU())
+        with pytest.raises(UsageError, match="with in_place=True by cuda_ipc"):
+            publisher.adopt(torch.nn.ReLU().named_parameters())
         with pytest.raises(UsageError, match="on cpu, meta"):
             publisher.publish(1, [("a", torch.ones(1)), ("b", torch.ones(1, device="meta"))])
 
@@ -288,7 +270,7 @@ def test_handles_reach_torch_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", refuse)
-    handle = device_memory.export(Shared())  # type: ignore[arg-type]
+    handle = device_memory.export(Shared(), Path())  # type: ignore[arg-type]
     wired = msgspec.json.decode(msgspec.json.encode(handle), type=device_memory.Handle)
     with pytest.raises(WeightsError, match=r"cannot be opened: invalid device context The"):
         device_memory.open_handle(wired, torch.device("cuda", 1), Path())

@@ -1,12 +1,10 @@
-"""From a device to the host: the same bytes arrive, however they are divided into chunks.
+"""From a device to the host: the same bytes arrive, however they are divided into pieces.
 
 Without a GPU, tensors in CPU memory go the same way through plain memory."""
 
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,15 @@ import torch
 from torch import Tensor
 
 from rollway.weights import device_copies
-from rollway.weights.device_copies import HostCopier, Pinning, copy_to_host, stream_to_host
-from rollway.weights.digest import checksums
-from rollway.weights.digest.checksums import DTYPES, raw_bytes, word_sum, word_sums
-from rollway.weights.transports import base
+from rollway.weights.device_copies import HostCopier, Pinning, copy_to_host
+from rollway.weights.digest.checksums import (
+    DTYPES,
+    finish_word_sums,
+    raw_bytes,
+    start_word_sum,
+    word_sum,
+    word_sums,
+)
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
 from tests.waiting import wait_until
 
@@ -42,11 +45,14 @@ def tensors(seed: int, device: str) -> list[Tensor]:
 
 @each_device
 @pytest.mark.parametrize("seed", range(4))
-def test_bytes_arrive_whatever_the_size_of_a_chunk(device: str, seed: int) -> None:
+def test_bytes_arrive_whatever_the_size_of_a_piece(
+    device: str, seed: int, in_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sources = tensors(seed, device)
-    for chunk_bytes in (1, 64, 4096, 1 << 20):
-        sources = [source for source in sources if source.nbytes < 2000 * chunk_bytes]
-        with HostCopier(chunk_bytes, through_chunks=True) as copier:
+    for piece_bytes in (1, 64, 4096, 1 << 20):
+        monkeypatch.setattr(device_copies, "_PIECE_BYTES", piece_bytes)
+        sources = [source for source in sources if source.nbytes < 2000 * piece_bytes]
+        with HostCopier() as copier:
             for _ in range(2):
                 targets = [torch.empty(s.shape, dtype=s.dtype) for s in sources]
                 for target, source in zip(targets, sources, strict=True):
@@ -57,10 +63,10 @@ def test_bytes_arrive_whatever_the_size_of_a_chunk(device: str, seed: int) -> No
 
 
 @each_device
-def test_a_source_may_be_refilled_at_once(device: str) -> None:
+def test_a_source_may_be_refilled_at_once(device: str, in_pieces: None) -> None:
     memory = torch.empty(5000, device=device)
     targets = [torch.empty(5000) for _ in range(20)]
-    with HostCopier(8192, through_chunks=True) as copier:
+    with HostCopier() as copier:
         for number, target in enumerate(targets):
             memory.fill_(number)
             copier.copy(target, memory)
@@ -68,21 +74,25 @@ def test_a_source_may_be_refilled_at_once(device: str) -> None:
     assert all(bool((target == number).all()) for number, target in enumerate(targets))
 
 
-def test_large_tensors_are_emptied_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_come_in_pieces(in_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_copies, "_PIECE_BYTES", 1000)
     source, pieces = torch.arange(10_000, dtype=torch.int32), dict[int, bytes]()
-    with HostCopier(16_384, through_chunks=True) as copier:
+    with HostCopier() as copier:
         copier.send(source, lambda at, data: pieces.update({at: data.tobytes()}))
         copier.finish()
     assert all(len(piece) <= 1000 for piece in pieces.values())
     assert b"".join(pieces[at] for at in sorted(pieces)) == source.numpy().tobytes()
 
 
-def test_an_error_of_who_consumes_the_bytes_is_raised() -> None:
+def test_an_error_of_who_consumes_the_bytes_is_raised(
+    in_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_copies, "_MAX_PIECES", 2)
+
     def refuse(at: int, data: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with HostCopier(64, through_chunks=True) as copier:
+    with HostCopier() as copier:
         copier.send(torch.ones(8), refuse)
         with pytest.raises(OSError, match="No space left"):
             copier.finish()
@@ -96,38 +106,23 @@ def test_an_error_of_who_consumes_the_bytes_is_raised() -> None:
 
 
 @each_device
-def test_tensors_stream_to_the_host(device: str) -> None:
+def test_copies_on_the_host_have_the_same_bytes(device: str) -> None:
     sources = tensors(9, device)
-    memory = torch.empty(9, device=device)
-
-    def gather() -> Iterator[tuple[str, Tensor]]:
-        for number in range(4):
-            memory.fill_(number)
-            yield str(number), memory if device == "cuda" else memory.clone()
-
-    assert [float(tensor[0]) for _, tensor in stream_to_host(gather())] == [0, 1, 2, 3]
     copies = copy_to_host(sources)
     assert [c.device.type for c in copies] == ["cpu"] * len(sources)
     assert all(
         torch.equal(raw_bytes(c), raw_bytes(s).cpu()) for c, s in zip(copies, sources, strict=True)
     )
-    assert list(stream_to_host([])) == []
 
 
 @each_device
 @pytest.mark.parametrize("seed", range(3))
-def test_word_sums_on_a_device_equal_those_of_the_host(
-    device: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_word_sums_on_a_device_equal_those_of_the_host(device: str, seed: int) -> None:
     sources = tensors(seed, device)
     right = [word_sum(source.cpu()) for source in sources]
     assert word_sums(sources) == right
-    totals = [checksums.start_word_sum(source) for source in sources]
-    assert checksums.finish_word_sums(totals) == right
-    assert checksums.finish_word_sums([]) == []
-    both = checksums.prepare_checksums(sources)()()
-    assert [checksum.word_sum for checksum in both] == right
-    assert [checksum.digest for checksum in both] == checksums.digests(sources)
+    assert finish_word_sums([start_word_sum(source) for source in sources]) == right
+    assert finish_word_sums([]) == []
 
 
 class FakeCudart:
@@ -223,26 +218,3 @@ def test_a_stream_of_unknown_size_leaves_no_spare_memory(tmp_path: Path) -> None
         # A late reader of the old version may still look at its bytes: the file never shrinks.
         publisher.publish(5, [("w0", state["w0"])])
         assert size == next(p.stat().st_size for p in tmp_path.iterdir() if not p.suffix)
-
-
-def test_publishers_warm_up_only_where_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(checksums, "warm_up", lambda: calls.append(threading.current_thread()))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert base.start_warm_up() is None
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(calls.append(index)))
-    thread = base.start_warm_up()
-    assert thread is not None
-    thread.join()
-    assert calls == [3, thread]
-
-
-def test_parts_of_one_memory_have_a_span() -> None:
-    memory = torch.arange(100, dtype=torch.uint8)
-    parts = [memory[40:50], memory[10:30], memory[:0], memory[52:60]]
-    span = device_copies.find_span(parts)
-    assert span is not None and torch.equal(span, memory[10:60])
-    assert device_copies.find_span([memory[:5], memory[90:95]]) is None, "most of it is no part"
-    assert device_copies.find_span([memory[:5], torch.zeros(5, dtype=torch.uint8)]) is None

@@ -13,12 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollway.weights.digest import checksums
 from rollway.weights.digest.checksums import digest, word_sum
 from rollway.weights.offer import Offer
-from rollway.weights.transports.base import start_warm_up
 from rollway.weights.transports.cuda_ipc import CudaIpcPublisher
-from rollway.weights.transports.delta import DeltaPublisher, DeltaReader, Store
+from rollway.weights.transports.delta import DeltaPublisher, DeltaReader
 from rollway.weights.transports.files import FilesPublisher, FilesReader
 from rollway.weights.transports.shm import ShmPublisher, ShmReader
 from tests.children import JsonChild
@@ -34,10 +32,11 @@ import torch
 from rollway.errors import RollwayError
 from rollway.weights.digest.checksums import digest, word_sums
 from rollway.weights.offer import parse_offer
-from rollway.weights.transports.cuda_ipc import CudaIpcReader, reader as module
+from rollway.weights.transports import cuda_ipc
+from rollway.weights.transports.cuda_ipc import CudaIpcReader
 
-opened, open_handle = [], module.open_handle
-module.open_handle = lambda *arguments: opened.append(arguments) or open_handle(*arguments)
+opened, open_handle = [], cuda_ipc.open_handle
+cuda_ipc.open_handle = lambda *arguments: opened.append(arguments) or open_handle(*arguments)
 reader = CudaIpcReader(Path(sys.argv[1]))
 for line in sys.stdin:
     offer = parse_offer(json.loads(line))
@@ -209,7 +208,7 @@ def test_files_and_deltas_of_a_gpu(tmp_path: Path, hold_on_cpu: bool) -> None:
     (served / "config.json").write_text("{}")
     files, deltas = FilesReader(), DeltaReader()
     by_files = FilesPublisher(tmp_path / "files", served, shard_bytes=8 * MIB)
-    by_deltas = DeltaPublisher(Store(tmp_path / "deltas"), hold_on_cpu=hold_on_cpu)
+    by_deltas = DeltaPublisher(tmp_path / "deltas", hold_on_cpu=hold_on_cpu)
     state = step(module, 1)
     for version in (1, 2, 3):
         for tensor in state.values():
@@ -218,12 +217,3 @@ def test_files_and_deltas_of_a_gpu(tmp_path: Path, hold_on_cpu: bool) -> None:
             offer = publisher.publish(version, module.named_parameters())  # type: ignore[attr-defined]
             received = dict(reader.tensors(offer))  # type: ignore[attr-defined]
             assert same(received, state)
-
-
-def test_warming_up_compiles_the_kernels() -> None:
-    torch.cuda.current_device()
-    torch.cuda.init()
-    thread = start_warm_up()
-    assert thread is not None
-    thread.join()
-    assert checksums.uses_triton(torch.device("cuda"))

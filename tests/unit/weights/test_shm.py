@@ -111,7 +111,7 @@ def test_a_version_that_is_overwritten_while_it_is_read_is_refused(tmp_path: Pat
 def test_damage_is_an_error(tmp_path: Path, damage: str) -> None:
     with ShmPublisher(directory=tmp_path) as publisher:
         offer = publisher.publish(1, tensors(1).items())
-        slot = tmp_path / offer.where["slot"]
+        slot = tmp_path / offer.where["ranks"][0]["slot"]
         if damage == "truncated":
             os.truncate(slot, 100)
         elif damage == "flipped":
@@ -127,7 +127,7 @@ def test_damage_is_an_error(tmp_path: Path, damage: str) -> None:
 
 @pytest.mark.parametrize("slot", ["../etc/passwd", "/etc/passwd", "other", ""])
 def test_a_slot_elsewhere_is_not_opened(tmp_path: Path, slot: str) -> None:
-    offer = Offer("shm", 1, "0" * 32, 10, {"slot": slot})
+    offer = Offer("shm", 1, "0" * 32, 10, {"ranks": [{"slot": slot, "identity": "0" * 32}]})
     with pytest.raises(WeightsError, match="is no slot"):
         list(ShmReader(tmp_path).tensors(offer))
 

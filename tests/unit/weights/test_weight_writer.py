@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
+from rollway.weights import device_copies
 from rollway.weights.checkpoint import STABLE, read_word_sums
 from rollway.weights.device_copies import HostCopier
 from rollway.weights.digest.checksums import DTYPES, raw_bytes, word_sum
@@ -99,10 +100,13 @@ def test_an_error_leaves_no_open_file(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_chunks_of_a_device_reach_the_file(tmp_path: Path) -> None:
+def test_pieces_of_a_device_reach_the_file(
+    tmp_path: Path, in_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The way of a GPU's tensors: threads write pieces at their places."""
+    monkeypatch.setattr(device_copies, "_PIECE_BYTES", 256)
     state = tensors(7)
-    with HostCopier(256, through_chunks=True) as copier:
+    with HostCopier() as copier:
         writer = files.WeightFileWriter(tmp_path / "a.safetensors", copier)
         for name, tensor in state.items():
             writer.add(name, tensor)

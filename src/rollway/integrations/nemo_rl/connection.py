@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import rollway
 from rollway.api import Opening
 from rollway.errors import NoWorkers, Unreachable, UsageError
-from rollway.fleet.discovery import HealthListing, RlListing, Source
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import HealthListing, RlListing, Source
 from rollway.integrations.nemo_rl.config import (
     WHERE,
     DynamoCfg,
@@ -163,7 +163,8 @@ class Connection:
         if workers:
             return
         seen = await self._list_namespaces()
-        wanted = listing.namespace if isinstance(listing, HealthListing) else "the frontend's own"
+        named = listing.namespaces if isinstance(listing, HealthListing) else ()
+        wanted = ", ".join(named) or "the frontend's own"
         raise NoWorkers(
             f"{self.stack.frontend_url} lists no RL workers. Searched namespace: {wanted}; it sees "
             f"{', '.join(seen) or 'none'}.",
@@ -192,5 +193,5 @@ def choose_listing(dynamo: DynamoCfg, url: str) -> Source | None:
         return HealthListing(url, tuple(dynamo.refit_worker_namespaces), dynamo.dyn_system_port)
     if dynamo.dgd_name is not None:
         name = f"{find_namespace(dynamo)}-{dynamo.dgd_name.replace('.', '-')}"
-        return HealthListing(url, name, dynamo.dyn_system_port)
+        return HealthListing(url, (name,), dynamo.dyn_system_port)
     return None

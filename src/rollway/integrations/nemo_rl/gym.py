@@ -33,7 +33,7 @@ from rollway.errors import (
     Unreachable,
     UsageError,
 )
-from rollway.fleet.discovery import RlListing, Source
+from rollway.fleet.workers import RlListing, Source
 from rollway.gateway.command import create_gateway, listen, tune_collector
 from rollway.gateway.connections import raise_connection_limit
 from rollway.gateway.server import Gateway

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollway.errors import RollwayError
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.integrations.nemo_rl.connection import Connection
 from rollway.observe.metrics import TRAINER_NAMES, find_metric

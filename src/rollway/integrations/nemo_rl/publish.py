@@ -194,10 +194,10 @@ def make_scale_tensors(scales: Scales, device: Any) -> Iterator[tuple[str, Any]]
         return
     import torch
 
-    from rollway.engine.kv_scales import PREFIX
+    from rollway.engine.companions import SCALE
 
     for name, value in scales.items():
-        yield f"{PREFIX}{name}", torch.tensor([value], dtype=torch.float32, device=device)
+        yield f"{SCALE}{name}", torch.tensor([value], dtype=torch.float32, device=device)
 
 
 class Engine:

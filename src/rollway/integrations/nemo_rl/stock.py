@@ -28,10 +28,10 @@ from threading import Thread
 from typing import Any
 
 from rollway.errors import AdminError, UsageError
-from rollway.fleet.admin import AdminAPI
-from rollway.fleet.discovery import Worker
+from rollway.fleet.admin import NoSuchMethod, StageReply
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.updates import Preflight
+from rollway.fleet.workers import Worker
 from rollway.integrations.nemo_rl.publish import DRAFT
 
 INIT_METHOD = "init_weight_transfer_engine"
@@ -69,7 +69,7 @@ class StockWire:
         info = {"names": list(names), "dtype_names": list(dtypes), "shapes": list(shapes)}
         return StockUpdate(info, self, fleet.admin)
 
-    async def form(self, admin: AdminAPI, workers: Sequence[Worker]) -> None:
+    async def form(self, admin: DynamoAdmin, workers: Sequence[Worker]) -> None:
         """Form a group with these workers, if it has not formed."""
         if {worker.instance_id for worker in workers} == self._members:
             return
@@ -179,10 +179,12 @@ class StockUpdate:
     info: dict[str, Any]
     """Names, dtypes and shapes: vLLM's NCCLWeightTransferUpdateInfo."""
     wire: StockWire
-    admin: AdminAPI
+    admin: DynamoAdmin
     """For calls to all workers."""
     repeatable: bool = True
     """While the refit runs: afterwards the trainer changes its weights."""
+    may_equal: bool = True
+    """NeMo-RL's first refit sends what the engines have loaded from the checkpoint."""
     identity: str = field(default_factory=lambda: secrets.token_hex(16))
     gather_seconds: float = GATHER_SECONDS
     _ready: dict[int, Worker] = field(default_factory=dict)
@@ -192,20 +194,18 @@ class StockUpdate:
     async def prepare(self) -> None:
         """Do nothing: the policy's tensors are known."""
 
-    async def preflight(
-        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
-    ) -> Preflight:
-        self._ready[worker.instance_id] = worker
-        # NeMo-RL's first refit sends what the engines have loaded from the checkpoint.
-        return Preflight(verifies_itself=False, may_equal=True)
+    async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
+        raise NoSuchMethod("NeMo-RL's own collective sends the weights in the pause.")
 
-    def is_staged_in(self, worker: Worker) -> bool:
-        return False
+    async def check_foreign(self, worker: Worker, why: NoSuchMethod) -> None:
+        """Note that the worker is ready: the next broadcast waits for it. Which tensors fit, the
+        engine finds out when it loads them."""
+        self._ready[worker.instance_id] = worker
 
     async def check_unchanged(self) -> None:
         """Do nothing: the weights are in the trainer until they are sent."""
 
-    async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
+    async def load(self, admin: DynamoAdmin, worker: Worker, label: int) -> None:
         """Receive the broadcast. A worker that waits in it for another never comes back, so nobody
         begins before everybody can."""
         current = self._join_round(worker)
@@ -221,12 +221,9 @@ class StockUpdate:
             raise
         if current.sending is None:
             current.sending = self.wire.start_sending()
-        await admin.update_distributed(worker, version, UPDATE_METHOD, {"update_info": self.info})
+        await admin.update_distributed(worker, label, UPDATE_METHOD, {"update_info": self.info})
         await asyncio.wrap_future(current.sending)
-        await admin.update_distributed(worker, version, FINISH_METHOD, {})
-
-    async def discard(self, admin: AdminAPI, worker: Worker) -> None:
-        """Do nothing: nothing is staged."""
+        await admin.update_distributed(worker, label, FINISH_METHOD, {})
 
     def close(self) -> None:
         """End the version: a worker that joins from now on gets the next one."""

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollway.errors import RollwayError, UsageError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.report import RefitReport
+from rollway.fleet.workers import Worker
 from rollway.integrations.nemo_rl.config import OWN_CATALOG, WeightSync
 from rollway.integrations.nemo_rl.generation import Generation
 from rollway.integrations.nemo_rl.publish import ENGINE, PublishOptions, Scales
@@ -232,7 +232,7 @@ class Synchronizer:
             offers = [parse_offer(each) for each in raw]
             if offers[0].transport != "shm":
                 return offers[0]  # the catalog has the parts of all ranks
-            from rollway.weights.transports.shm_shards import join_offers
+            from rollway.weights.transports.shm import join_offers
 
             return join_offers(offers)
         self._call("begin", version=version, receivers=receivers, kv_scales=scales)

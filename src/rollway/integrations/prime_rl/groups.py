@@ -30,16 +30,16 @@ import msgspec
 
 from rollway.errors import AdminError, RollwayError, Unreachable, UsageError, WeightsError
 from rollway.fleet.admin import (
-    AdminAPI,
     NoSuchMethod,
     RefitRefused,
     StageReply,
     call_all,
     start_and_wait,
 )
-from rollway.fleet.discovery import Worker
+from rollway.fleet.dynamo_admin import DynamoAdmin
 from rollway.fleet.fleet import Fleet
-from rollway.fleet.updates import Offered, Preflight
+from rollway.fleet.updates import Offered
+from rollway.fleet.workers import Worker
 from rollway.gateway.replies import Refused
 from rollway.integrations.prime_rl.directories import OFFER_FILE
 from rollway.integrations.prime_rl.memory import JoinedGroup, Memory
@@ -335,14 +335,12 @@ class GroupUpdate(Offered):
     _digests: dict[int, list[str]] = field(default_factory=dict)
     """What arrived, by worker: one digest for each of its ranks."""
 
-    async def preflight(
-        self, admin: AdminAPI, worker: Worker, *, needs_label: bool = False
-    ) -> Preflight:
+    async def stage(self, admin: DynamoAdmin, worker: Worker, *, needs_label: bool) -> StageReply:
         """Have a worker receive the broadcast. If one fails, the others stop: they would wait for
         it until the time limit of a message."""
         if worker.instance_id not in self.seats:
-            return Preflight(True, StageReply(None, []))  # left alone, like one that starts
-        staging = asyncio.create_task(Offered.preflight(self, admin, worker))
+            return StageReply(None, [])  # left alone, like one that starts
+        staging = asyncio.create_task(Offered.stage(self, admin, worker, needs_label=False))
         others = asyncio.create_task(self._failed.wait())
         try:
             await asyncio.wait({staging, others}, return_when=asyncio.FIRST_COMPLETED)
@@ -351,8 +349,8 @@ class GroupUpdate(Offered):
             await asyncio.wait({staging}, timeout=self.settle_seconds)
             if not staging.done():
                 with contextlib.suppress(AdminError):
-                    await self.discard(admin, worker)
-            checked = await staging
+                    await admin.discard(worker, self.identity)
+            reply = await staging
         except RollwayError as error:
             if self._failed.is_set():
                 raise UsageError(f"{worker} stopped receiving. {self._cause}") from error
@@ -362,10 +360,8 @@ class GroupUpdate(Offered):
         finally:
             others.cancel()
             staging.cancel()
-        if checked.reply is None:
-            raise UsageError(f"{worker} takes no orders.", "Start it with Rollway's guard.")
-        self._digests[worker.instance_id] = [str(r.get("digest", "")) for r in checked.reply.ranks]
-        return checked
+        self._digests[worker.instance_id] = [str(rank.get("digest", "")) for rank in reply.ranks]
+        return reply
 
     async def check_unchanged(self) -> None:
         """Raise unless all ranks have received the same bytes."""
@@ -376,7 +372,3 @@ class GroupUpdate(Offered):
             )
         if self._digests.keys() != self.seats or len(digests) != 1:
             raise RefitRefused("The ranks of the trainer's group received different bytes.")
-
-    async def apply(self, admin: AdminAPI, worker: Worker, version: int) -> None:
-        await self.check_unchanged()
-        await Offered.apply(self, admin, worker, version)

@@ -28,7 +28,7 @@ from aiohttp import web
 
 from rollway.aio import Stack
 from rollway.errors import RollwayError, UsageError, WeightsError
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.gateway.replies import Refused, json_response
 from rollway.gateway.requests import parse
 from rollway.gateway.server import BODY, CALLER, Gateway

@@ -32,8 +32,8 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from rollway.errors import UsageError, WeightsError
-from rollway.fleet.discovery import Worker
 from rollway.fleet.updates import Offered
+from rollway.fleet.workers import Worker
 from rollway.weights.checkpoint import read_headers
 from rollway.weights.layout import ELEMENT_BYTES
 from rollway.weights.offer import Offer

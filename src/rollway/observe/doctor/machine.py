@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollway.errors import Level, Problem
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.observe.doctor.subject import Findings, ModelWorkers, Subject
 from rollway.observe.metrics import parse_labels_key
 from rollway.observe.read import Run

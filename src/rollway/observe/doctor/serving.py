@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 
-from rollway.errors import AdminError, RequestFailed
-from rollway.fleet.admin import NoSuchMethod
-from rollway.fleet.canary import Answer
-from rollway.fleet.discovery import Worker
+from rollway.errors import RequestFailed
+from rollway.fleet.foreign import Answer
+from rollway.fleet.workers import Worker
 from rollway.observe.doctor.subject import ONE_TOKEN, Findings, ModelWorkers, Subject
 from rollway.rollout.sampling import Sampling
 from rollway.versions import taint_of
@@ -31,7 +30,6 @@ _PARAMETERS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
 )  # fmt: skip
-CHECK_METHOD = "rollway_check"
 
 
 async def check_workers(subject: Subject, pool: ModelWorkers) -> Findings:
@@ -297,26 +295,16 @@ async def check_generation_config(subject: Subject, pool: ModelWorkers) -> Findi
 
 
 async def check_proof(subject: Subject, pool: ModelWorkers) -> Findings:
-    """After a refit, workers compare their parameters with what was published."""
-    lacking = []
-    for worker in pool.serving[:MOST_WORKERS]:
-        try:
-            # An order without a signature is refused by the method, if there is one.
-            await pool.fleet.admin.call(worker, CHECK_METHOD, {"order": {}})
-        except NoSuchMethod:
-            lacking.append(worker)
-        except AdminError as error:
-            if not subject.stack.weights_secret and "signed orders" in error.message:
-                text = f"{pool.model}: workers take signed orders, and there is no secret here"
-                yield "note", text, error.hint
-                break
-    else:
-        if lacking:
-            text = f"{pool.model}: {len(lacking)} workers have no Rollway in their engine"
-            advice = (
-                "Refits are verified by canary answers alone. Start workers with "
-                "--worker-extension-cls rollway.engine.worker.WorkerExtension."
-            )
-            yield "note", text, advice
-        elif pool.serving:
-            yield "ok", f"{pool.model}: by parameters"
+    """After a refit, managed workers compare their parameters with what was published."""
+    workers = pool.serving[:MOST_WORKERS]
+    facts = [await pool.fleet.admin.read(worker) for worker in workers]
+    foreign = sum(not each.enforces for each in facts)
+    if foreign:
+        text = f"{pool.model}: {foreign} workers are foreign ones, which Rollway does not manage"
+        advice = (
+            "Refits are verified by canary answers alone, and answers are not stamped. Start "
+            "workers by Rollway, or with what docs/fleet.md names for a managed worker."
+        )
+        yield "note", text, advice
+    elif workers:
+        yield "ok", f"{pool.model}: by parameters"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollway.errors import Level, RequestFailed, RollwayError, Unreachable
-from rollway.fleet.discovery import Worker
 from rollway.fleet.fleet import Fleet
+from rollway.fleet.workers import Worker
 from rollway.http import ONCE, Http
 from rollway.observe.metrics_reader import sum_series
 from rollway.observe.sample import read_page

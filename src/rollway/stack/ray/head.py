@@ -228,9 +228,6 @@ class Ledger:
     async def claims(self, model: str) -> dict[int, str]:
         return self._claims[model]
 
-    async def newest(self, model: str) -> int | None:
-        return max(self._claims[model], default=None)
-
     async def lock(self, name: str, token: str, witness: Any) -> bool:
         """Wait for a lock, which `unlock` or the death of the witness releases; return False if
         either came first."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from rollway import private_files
 from rollway.errors import RollwayError, StackNotRunning
-from rollway.fleet.discovery import Worker
+from rollway.fleet.workers import Worker
 from rollway.http import Http
 from rollway.stack.ray import cluster
 from rollway.stack.ray.keeper import COPY_PREFIX, LARGEST_PIECE
@@ -36,8 +36,6 @@ _COPY_SECONDS = 1.0
 _STATE_SECONDS = 1.0
 _UNAVAILABLE_SECONDS = 60.0
 """How long a Head may be neither reachable nor dead."""
-_SHARE_SECONDS = 0.02
-"""The least time between two calls for the newest claim."""
 
 
 class RayAccess:
@@ -161,16 +159,11 @@ class WatchedHttp(Http):
 
 
 class _Record:
-    """The versions of a model, kept by the Head.
-
-    A refit waits for its few calls, of a millisecond or more each. Answers of rollouts, thousands
-    in a second, share theirs."""
+    """The versions of a model, kept by the Head. A refit waits for its few calls, of a millisecond
+    or more each."""
 
     def __init__(self, access: RayAccess, model: str) -> None:
         self._access, self._model = access, model
-        self._asked_at = float("-inf")
-        self._question: asyncio.Task[int | None] | None = None
-        """The call that will be sent next."""
 
     def put(self, version: int, path: Path) -> None:
         self._call("put", version, str(path))
@@ -184,21 +177,6 @@ class _Record:
 
     def claims(self) -> dict[int, str]:
         return dict(self._call("claims"))
-
-    async def newest(self) -> int | None:
-        if self._question is None:
-            self._question = asyncio.create_task(self._ask_for_newest())
-            self._question.add_done_callback(lambda t: t.cancelled() or t.exception())
-        return await asyncio.shield(self._question)
-
-    async def _ask_for_newest(self) -> int | None:
-        await asyncio.sleep(self._asked_at + _SHARE_SECONDS - time.monotonic())
-        self._asked_at = time.monotonic()
-        # Before the call: a claim may be made after it was answered, so an answer of an engine that
-        # comes later must not use it.
-        self._question = None
-        newest: int | None = await self._access.call_ledger("newest", self._model)
-        return newest
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._access.call("call_ledger", method, self._model, *arguments)

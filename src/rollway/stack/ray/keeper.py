@@ -36,7 +36,7 @@ from rollway.stack.state import (
 )
 
 if TYPE_CHECKING:
-    from rollway.fleet.discovery import Worker
+    from rollway.fleet.workers import Worker
 
 POLL_SECONDS = 0.1
 _END_SECONDS = 60.0

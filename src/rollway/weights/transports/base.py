@@ -12,8 +12,6 @@ reader of an offer. No other module distinguishes transports.
 
 from __future__ import annotations
 
-import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,24 +40,6 @@ Source: TypeAlias = (
 
 def never(_: str) -> bool:
     return False
-
-
-def start_warm_up() -> threading.Thread | None:
-    """Compile kernels in a thread, if this process uses a GPU already."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None  # nothing may choose a GPU before the trainer does
-    device = torch.cuda.current_device()
-
-    def run() -> None:
-        from rollway.weights.digest.checksums import warm_up
-
-        with torch.cuda.device(device):  # a new thread would use the first GPU
-            warm_up()
-
-    thread = threading.Thread(target=run, name="rollway-warm-up", daemon=True)
-    thread.start()
-    return thread
 
 
 class Publisher(ABC):
@@ -119,17 +99,8 @@ class Publisher(ABC):
         """
         raise UsageError(
             f"The {self.transport} transport cannot adopt tensors.",
-            "Pass the tensors to `publish`, or use shm, cuda_ipc or nixl.",
+            "Pass the tensors to `publish` (with in_place=True by cuda_ipc), or use shm or nixl.",
         )
-
-    def warm_up(self) -> threading.Thread | None:
-        """Start in the background what would slow down the first `publish` from a GPU: imports, and
-        kernels to compile. `Stack.publisher` does it.
-
-        Returns:
-            The thread; None in a process that does not use a GPU yet.
-        """
-        return start_warm_up()
 
     def expect(self, receivers: int) -> None:
         """Set how many ranks of workers will receive the next version. `Stack.publisher` counts
@@ -216,10 +187,6 @@ class Reader(ABC):
         compares tensors for which `summed` is true with `sums` itself, so the reader need not read
         them a second time. `summed` is called after the tensor was used."""
 
-    def count_kept(self, offer: Offer) -> int:
-        """Return how many bytes of host memory `tensors` will allocate and keep for later."""
-        return 0
-
     def changes(self, offer: Offer, served: str, at_most: int) -> Changes | None:
         """Return what changed since the weights with the identity `served`.
 
@@ -236,13 +203,6 @@ class Reader(ABC):
 
     def finish(self, offer: Offer) -> None:
         """Note that the version is served: no view of its tensors is used any more."""
-
-    def warm_up(self) -> None:
-        """Do now what would slow down the first version: imports, and kernels to compile. A worker
-        does it in the background when its engine is up."""
-        from rollway.weights.digest.checksums import warm_up
-
-        warm_up()
 
     def release(self) -> None:
         """Serve peers nothing of a version that this worker will not serve."""

@@ -143,11 +143,9 @@ def open_publisher(
                 f"Transports differ in their options: {', '.join(sorted(options))}.",
                 'Name the transport instead of "auto".',
             )
-        automatic = AutomaticPublisher(
+        return AutomaticPublisher(
             destination, directory=directory, temporary=temporary, bucket_bytes=bucket_bytes
         )
-        automatic.warm_up()
-        return automatic
     choose_transport(transport, destination)  # raises if it cannot reach the engines
     arguments = _find_arguments(transport, destination, directory, temporary, bucket_bytes)
     # Import only the one that is needed: all import torch, and NIXL is not installed everywhere.
@@ -160,9 +158,7 @@ def open_publisher(
             f"The {transport} transport has no option {unknown[0]}.",
             f"Its options are {', '.join(sorted(known))}.",
         )
-    publisher = publisher_class(**{**arguments, **options})
-    publisher.warm_up()
-    return publisher
+    return publisher_class(**{**arguments, **options})
 
 
 def _find_arguments(
@@ -194,12 +190,10 @@ def _find_arguments(
         )
     arguments: dict[str, Any] = {"temporary": True} if temporary else {}
     if transport == "delta":
-        from rollway.weights.transports.delta import Store
-
         # Compressing takes longer than copying the bytes within one machine.
         if temporary and destination.is_local:
             arguments["compression"] = "none"
-        return arguments | {"carrier": Store(directory)}
+        return arguments | {"root": directory}
     if bucket_bytes:
         arguments["shard_bytes"] = bucket_bytes
     return arguments | {"root": directory, "model": Path(destination.model)}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
 from rollway.weights import leftovers
-from rollway.weights.digest.checksums import DTYPES, Checksum, dtype_name, raw_bytes
+from rollway.weights.digest.checksums import DTYPES, dtype_name, raw_bytes
 from rollway.weights.offer import MAX_MANIFEST_BYTES, Entry, Manifest, Offer, PlacedBox
 from rollway.weights.untrusted import open_plain, read_plain, reason
 
@@ -54,12 +54,8 @@ def set_digests(entries: Sequence[Entry], digests: Sequence[str]) -> list[Entry]
     return [msgspec.structs.replace(entry, digest=digest) for entry, digest in pairs]
 
 
-def set_checksums(entries: Sequence[Entry], checksums: Sequence[Checksum]) -> list[Entry]:
-    pairs = zip(entries, checksums, strict=True)
-    return [
-        msgspec.structs.replace(entry, digest=checksum.digest, words=f"{checksum.word_sum:016x}")
-        for entry, checksum in pairs
-    ]
+def set_sums(entries: Sequence[Entry], sums: Sequence[int]) -> list[Entry]:
+    return set_digests(entries, [f"{total:016x}" for total in sums])
 
 
 def lay_out(

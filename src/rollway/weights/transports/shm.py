@@ -1,8 +1,13 @@
 """Weights through shared memory: one copy out of the trainer's memory, on one machine.
 
-    trainer ── publish: copy, sum ──► /dev/shm/rollway-weights-…   (slots, used in turn)
-                                          │ mapped once, read in place
-    worker  ◄── one copy, straight into its own parameters; sums compared after the copy
+    rank 0 ── publish: copy, sum ──► slot in /dev/shm ─┐                             ┌─ one copy,
+    rank 1 ── publish: copy, sum ──► slot in /dev/shm ─┼─ join_offers ─► worker reads┤  then sums
+    …                                                  ┘                             └─ compared
+
+Every rank of a trainer publishes what it owns, and nothing is gathered. A slot lists the boxes of
+Hugging Face tensors that it contains: those of a rank that holds everything are whole tensors
+(`rollway.weights.sources` finds the others for FSDP2, tensor parallel and Megatron models). So a
+reader needs no trainer installed and copies every element once.
 
 `adopt` moves a model's own parameters into a slot, so that publishing copies nothing at all. The
 publisher removes a slot's list of tensors before it overwrites the bytes, and a reader checks the
@@ -11,14 +16,15 @@ list again after it has read: it never receives a mixture of two versions.
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import torch
@@ -28,12 +34,8 @@ from rollway.errors import UsageError, WeightsError
 from rollway.weights import leftovers
 from rollway.weights.checkpoint import TensorHeader
 from rollway.weights.device_copies import HostCopier, Pinning
-from rollway.weights.digest.checksums import (
-    finish_word_sums,
-    start_word_sum,
-    word_sum,
-    word_sums,
-)
+from rollway.weights.digest.checksums import finish_word_sums, start_word_sum, word_sum, word_sums
+from rollway.weights.layout import ELEMENT_BYTES, Box, check_covered
 from rollway.weights.offer import Entry, Manifest, Offer, PlacedBox, list_boxes, read_manifest
 from rollway.weights.transports.base import Publisher, Reader, Source, inspect_source, never
 from rollway.weights.transports.entries import (
@@ -48,27 +50,18 @@ from rollway.weights.transports.entries import (
     open_shared_file,
     prepare_directory,
     read_tensor_list,
-    set_digests,
+    set_sums,
     view_entry,
     write_tensor_list,
-)
-from rollway.weights.transports.shm_shards import (
-    ShardReader,
-    check_unchanged,
-    join_offers,
 )
 from rollway.weights.untrusted import is_file_name
 
 if TYPE_CHECKING:
     from rollway.weights.sources import HeldTensor
 
-__all__ = ["ShmPublisher", "ShmReader", "join_offers"]
-
 PREFIX = leftovers.WEIGHTS
 _ALIGNMENT = 256
 _GROWTH = 16 << 20
-_SUM_THREADS = 4
-"""Together they are faster than the one thread that copies."""
 
 
 @dataclass(slots=True)
@@ -209,7 +202,7 @@ class ShmPublisher(Publisher):
         boxes = {item.shard.name: list_boxes(item.pieces) for item in owned}
         tensors = [(item.shard.name, item.tensor) for item in owned]
         nbytes = sum(align(item.tensor.nbytes, _ALIGNMENT) for item in owned)
-        return join_offers([self._publish_copies(version, tensors, boxes, nbytes)])
+        return self._publish_copies(version, tensors, boxes, nbytes)
 
     def _publish_copies(
         self,
@@ -226,24 +219,30 @@ class ShmPublisher(Publisher):
         slot.withdraw()
         before = slot.grow(nbytes or self._last_nbytes).numel()
         entries: dict[str, Entry] = {}
-        sums = _Sums()
+        on_gpu: dict[str, Tensor] = {}
+        """The sums of tensors on a GPU, which computes them."""
+        device: torch.device | None = None
         end = 0
-        with contextlib.closing(sums):
-            for name, tensor in tensors:
-                if name in entries:
-                    raise UsageError(f"{name} came twice.", "Publish each name once.")
-                entries[name] = make_entry(name, tensor, end, boxes=boxes.get(name, ()))
-                end += align(tensor.nbytes, _ALIGNMENT)
-                view = view_entry(self._grow(slot, end), entries[name])
-                self._copier.copy(view, tensor.detach(), is_pinned=slot.is_pinned())
-                sums.add(tensor.detach(), view)
-            self._copier.finish()
-            # Never below its old size: a reader that is late may still look at the old bytes.
-            slot.trim(max(end, before))
-            if sums.device is not None:
-                slot.pin(sums.device)
-            self._last_nbytes = end
-            return _announce(slot, version, list(entries.values()), sums.totals(), end)
+        for name, tensor in tensors:
+            if name in entries:
+                raise UsageError(f"{name} came twice.", "Publish each name once.")
+            entries[name] = make_entry(name, tensor, end, boxes=boxes.get(name, ()))
+            end += align(tensor.nbytes, _ALIGNMENT)
+            view = view_entry(self._grow(slot, end), entries[name])
+            self._copier.copy(view, tensor.detach(), is_pinned=slot.is_pinned())
+            if tensor.is_cuda:
+                device, on_gpu[name] = tensor.device, start_word_sum(tensor)
+        self._copier.finish()
+        # Never below its old size: a reader that is late may still look at the old bytes.
+        slot.trim(max(end, before))
+        if device is not None:
+            slot.pin(device)
+        self._last_nbytes = end
+        on_cpu = [name for name in entries if name not in on_gpu]
+        copies = [view_entry(slot.grow(end), entries[name]) for name in on_cpu]
+        sums = dict(zip(on_cpu, word_sums(copies), strict=True))
+        sums |= zip(on_gpu, finish_word_sums(list(on_gpu.values())), strict=True)
+        return _announce(slot, version, list(entries.values()), [sums[n] for n in entries], end)
 
     def _grow(self, slot: _Slot, nbytes: int) -> Tensor:
         """Enlarge the memory, and by more than necessary: each time, all of it is mapped again."""
@@ -254,62 +253,24 @@ class ShmPublisher(Publisher):
         return slot.grow(nbytes + max(_GROWTH, nbytes // 8))
 
 
-class _Sums:
-    """Sums tensors: those of a GPU there, those of a CPU in threads, after they were copied."""
-
-    def __init__(self) -> None:
-        self.device: torch.device | None = None
-        """The GPU that tensors came from."""
-        self._threads = ThreadPoolExecutor(_SUM_THREADS)
-        self._on_cpu: dict[int, Future[int]] = {}
-        self._on_gpu: dict[int, Tensor] = {}
-
-    def add(self, source: Tensor, copy: Tensor) -> None:
-        number = len(self._on_cpu) + len(self._on_gpu)
-        if source.is_cuda:
-            self.device = source.device
-            self._on_gpu[number] = start_word_sum(source)
-        else:
-            self._on_cpu[number] = self._threads.submit(word_sum, copy)
-
-    def totals(self) -> list[int]:
-        sums = {number: total.result() for number, total in self._on_cpu.items()}
-        sums |= zip(self._on_gpu, finish_word_sums(list(self._on_gpu.values())), strict=True)
-        return [sums[number] for number in sorted(sums)]
-
-    def close(self) -> None:
-        self._threads.shutdown()
-
-
 def _announce(
     slot: _Slot, version: int, entries: Sequence[Entry], sums: Sequence[int], nbytes: int
 ) -> Offer:
     """Write the list of tensors, which makes the version readable."""
-    manifest = Manifest(version, nbytes, set_digests(entries, [f"{total:016x}" for total in sums]))
+    manifest = Manifest(version, nbytes, set_sums(entries, sums))
     write_tensor_list(slot.manifest, manifest)
     slot.version = version
     size = sum(entry.nbytes for entry in entries)
-    return Offer("shm", version, manifest.identity, size, {"slot": slot.path.name})
+    ranks = [RankSlot(slot.path.name, manifest.identity)]
+    return Offer("shm", version, manifest.identity, size, {"ranks": msgspec.to_builtins(ranks)})
 
 
-class ShmLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of an offer that names the slot's file in /dev/shm."""
-
-    slot: Annotated[str, msgspec.Meta(max_length=255)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Map:
-    """The bytes of a slot, mapped for reading."""
+class _Map(NamedTuple):
+    """The bytes of a slot, mapped for reading. They are unpinned when nobody refers to them."""
 
     inode: int
     memory: Tensor
     pinning: Pinning | None
-
-    def release(self) -> None:
-        """Unpin the bytes, which may be unmapped only then."""
-        if self.pinning is not None:
-            self.pinning.release()
 
 
 class ShmReader(Reader):
@@ -324,66 +285,66 @@ class ShmReader(Reader):
         """By slot."""
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
-        if "ranks" in offer.where:
-            return ShardReader(self, offer).headers()
-        return self.manifest(offer).headers()
+        return {
+            name: TensorHeader(parts[0].entry.dtype, _find_shape(parts), "")
+            for name, parts in group_by_tensor(self._read_manifests(offer)).items()
+        }
 
     def sums(self, offer: Offer) -> Mapping[str, int]:
-        if "ranks" in offer.where:
-            return {}  # a tensor's shards have sums, the tensor has none
-        sums = {entry.name: entry.word_sum for entry in self.manifest(offer).entries}
+        """Return the sums of whole tensors: parts have some, which do not add up to a tensor's."""
+        entries = [e for manifest in self._read_manifests(offer) for e in manifest.entries]
+        sums = {entry.name: entry.word_sum for entry in entries if not entry.boxes}
         return {name: total for name, total in sums.items() if total is not None}
 
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor in place, and check it when the caller requests the next one.
+        """Yield each tensor, in place if one slot has it whole, and check it when the caller
+        requests the next one.
 
         The publisher may overwrite the memory at any time. So the check comes after the caller has
         copied the tensor: if it passes, the copy is what was published."""
-        if "ranks" in offer.where:
-            yield from ShardReader(self, offer).tensors()
-            return
-        manifest = self.manifest(offer)
-        views = self.views(offer, manifest)
-        for entry in manifest.entries:
-            yield entry.name, views[entry.name]
-            if not summed(entry.name):  # otherwise the caller compares the sum itself
-                check_unchanged(views[entry.name], entry, offer)
-        self.check_unreplaced(offer, manifest)
-
-    def close(self) -> None:
-        self._drop(list(self._maps))
-
-    def _drop(self, slots: Iterable[str]) -> None:
-        for slot in slots:
-            self._maps.pop(slot).release()
-
-    def manifest(self, offer: Offer) -> Manifest:
-        """Read the list of tensors of the slot that the offer names."""
-        slot = self._find_slot(offer)
-        return read_manifest(read_tensor_list(slot.with_name(f"{slot.name}.json"), offer), offer)
-
-    def views(self, offer: Offer, manifest: Manifest) -> dict[str, Tensor]:
-        """View all tensors in place; the caller must check them after it has read them."""
-        memory = self._map(self._find_slot(offer), manifest.nbytes)
-        return {entry.name: view_entry(memory, entry) for entry in manifest.entries}
-
-    def check_unreplaced(self, offer: Offer, manifest: Manifest) -> None:
-        """Raise if the slot's list of tensors has changed since reading began."""
-        if self.manifest(offer) != manifest:
+        manifests = self._read_manifests(offer)
+        views = [
+            self._view(self._find_slot(rank), manifest)
+            for rank, manifest in zip(_read_ranks(offer), manifests, strict=True)
+        ]
+        tensors = group_by_tensor(manifests)
+        unread = Counter((p.rank, p.entry.name) for parts in tensors.values() for p in parts)
+        for name, parts in tensors.items():
+            yield name, assemble(parts, views)
+            if summed(name):  # the caller compares the sum itself
+                continue
+            for part in parts:
+                unread[part.rank, part.entry.name] -= 1
+                # A slot's tensor has one sum for all that is in it: compared after the last of it.
+                if not unread[part.rank, part.entry.name]:
+                    _check_unchanged(views[part.rank][part.entry.name], part.entry, offer)
+        if self._read_manifests(offer) != manifests:
             raise WeightsError(f"Version {offer.version} was overwritten while it was read.")
 
-    def _find_slot(self, offer: Offer) -> Path:
-        try:
-            slot = msgspec.convert(offer.where, ShmLocation).slot
-        except msgspec.ValidationError as error:
-            raise WeightsError(
-                f"This offer names no slot of shared memory: {error}.", "Publish the version again."
-            ) from error
-        if not is_file_name(slot, PREFIX):
-            raise WeightsError(f"{slot!a} is no slot of shared memory.")
-        return self._directory / slot
+    def close(self) -> None:
+        self._maps = {}
+
+    def _read_manifests(self, offer: Offer) -> list[Manifest]:
+        """Read the lists of tensors of all slots that the offer names."""
+        manifests = []
+        for rank in _read_ranks(offer):
+            slot = self._find_slot(rank)
+            raw = read_tensor_list(slot.with_name(f"{slot.name}.json"), offer)
+            of_rank = msgspec.structs.replace(offer, identity=rank.identity)
+            manifests.append(read_manifest(raw, of_rank))
+        return manifests
+
+    def _view(self, slot: Path, manifest: Manifest) -> dict[str, Tensor]:
+        """View all tensors in place; the caller must check them after it has read them."""
+        memory = self._map(slot, manifest.nbytes)
+        return {entry.name: view_entry(memory, entry) for entry in manifest.entries}
+
+    def _find_slot(self, rank: RankSlot) -> Path:
+        if not is_file_name(rank.slot, PREFIX):
+            raise WeightsError(f"{rank.slot!a} is no slot of shared memory.")
+        return self._directory / rank.slot
 
     def _map(self, path: Path, nbytes: int) -> Tensor:
         with open_shared_file(path) as (handle, status):
@@ -394,8 +355,11 @@ class ShmReader(Reader):
             if known is not None and is_same and known.memory.numel() >= nbytes:
                 return known.memory
             # Drop the maps of removed files: a publisher that closed frees its memory.
-            removed = [name for name in self._maps if not (self._directory / name).exists()]
-            self._drop({*removed, path.name} & self._maps.keys())
+            self._maps = {
+                name: kept
+                for name, kept in self._maps.items()
+                if name != path.name and (self._directory / name).exists()
+            }
             memory = map_for_reading(handle, status.st_size)
             self._maps[path.name] = _Map(status.st_ino, memory, _start_pinning(memory))
         return memory
@@ -407,3 +371,113 @@ def _start_pinning(memory: Tensor) -> Pinning | None:
         return None
     device = torch.device("cuda", torch.cuda.current_device())
     return Pinning(memory, device, read_only=True)
+
+
+class RankSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The slot that one rank published, and the identity of what is in it."""
+
+    slot: Annotated[str, msgspec.Meta(max_length=255)]
+    identity: Annotated[str, msgspec.Meta(min_length=8, max_length=128)]
+
+
+_RankSlots = Annotated[list[RankSlot], msgspec.Meta(min_length=1, max_length=1 << 16)]
+
+
+def join_offers(offers: Sequence[Offer]) -> Offer:
+    """Join the offers of all ranks of a trainer into one, for one refit.
+
+    Args:
+        offers: what each rank's shm publisher returned, in the order of the ranks.
+
+    Raises:
+        UsageError: the ranks offer different versions.
+
+    Returns:
+        One offer for `Stack.refit`.
+
+    Example:
+        stack.refit(step, rollway.join_offers(offers))
+    """
+    versions = {offer.version for offer in offers}
+    if len(versions) != 1:
+        raise UsageError(
+            f"Ranks offer different versions: {sorted(versions)}.", "Publish one on all of them."
+        )
+    ranks = [rank for offer in offers for rank in _read_ranks(offer)]
+    identity = hashlib.sha256("".join(rank.identity for rank in ranks).encode()).hexdigest()[:32]
+    where = {"ranks": msgspec.to_builtins(ranks)}
+    return Offer("shm", versions.pop(), identity, sum(offer.nbytes for offer in offers), where)
+
+
+def _read_ranks(offer: Offer) -> list[RankSlot]:
+    try:
+        return msgspec.convert(offer.where.get("ranks"), _RankSlots)
+    except msgspec.ValidationError as error:
+        raise WeightsError(
+            f"This is no offer of a trainer's ranks: {error}.", "Publish the version again."
+        ) from error
+
+
+def _check_unchanged(view: Tensor, entry: Entry, offer: Offer) -> None:
+    if word_sum(view) != entry.word_sum:
+        raise WeightsError(
+            f"{entry.name} of version {offer.version} changed while it was read.",
+            "Publish the version again, and change nothing before the refit has ended.",
+        )
+
+
+class _Part(NamedTuple):
+    """A box of a Hugging Face tensor, inside a shard of a rank."""
+
+    rank: int
+    entry: Entry
+    placed: PlacedBox
+
+    def cut_from(self, views: Sequence[dict[str, Tensor]]) -> Tensor:
+        sizes = zip(self.placed.at, self.placed.extent, strict=True)
+        box = views[self.rank][self.entry.name][tuple(slice(a, a + n) for a, n in sizes)]
+        return box.t() if self.placed.transposed else box
+
+
+def group_by_tensor(manifests: Sequence[Manifest]) -> dict[str, list[_Part]]:
+    """Return the parts of each Hugging Face tensor; raise unless they cover it exactly once."""
+    parts_by_name: dict[str, list[_Part]] = {}
+    for rank, manifest in enumerate(manifests):
+        for entry in manifest.entries:
+            for placed in entry.placed:
+                parts_by_name.setdefault(placed.name, []).append(_Part(rank, entry, placed))
+    published = sum(entry.nbytes for manifest in manifests for entry in manifest.entries)
+    for name, parts in parts_by_name.items():
+        if len({(len(part.placed.stop), part.entry.dtype) for part in parts}) > 1:
+            raise WeightsError(f"Ranks do not agree on the shape or dtype of {name}.")
+        shape = _find_shape(parts)
+        boxes = [Box(part.placed.start, part.placed.stop) for part in parts]
+        try:
+            check_covered(name, shape, [box for box in boxes if box.elements])
+        except UsageError as error:
+            raise WeightsError(error.message, error.hint) from error
+        # Boxes that all refer to the same bytes could describe a tensor of any size.
+        nbytes = math.prod(shape) * ELEMENT_BYTES[parts[0].entry.dtype]
+        if nbytes > published:
+            raise WeightsError(
+                f"{name} would have {nbytes} bytes, and all ranks published {published}.",
+                "Publish the version again.",
+            )
+    return parts_by_name
+
+
+def _find_shape(parts: Sequence[_Part]) -> tuple[int, ...]:
+    """Return the smallest shape that contains all parts; a worker compares it with its own."""
+    return tuple(max(column) for column in zip(*(part.placed.stop for part in parts), strict=True))
+
+
+def assemble(parts: Sequence[_Part], views: Sequence[dict[str, Tensor]]) -> Tensor:
+    """Return the whole tensor: in place, if it is contiguous in one shard."""
+    if len(parts) == 1:
+        return parts[0].cut_from(views).contiguous()
+    dtype = views[parts[0].rank][parts[0].entry.name].dtype
+    whole = torch.empty(_find_shape(parts), dtype=dtype)
+    for part in parts:
+        box = zip(part.placed.start, part.placed.stop, strict=True)
+        whole[tuple(slice(a, b) for a, b in box)] = part.cut_from(views)
+    return whole

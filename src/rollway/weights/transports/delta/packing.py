@@ -1,339 +1,231 @@
-"""Pack what changed in tensors into bytes on the host.
+"""Find what changed between two versions where they are, and pack it into bytes on the host.
 
-    old ─┐                                 ┌─ places: gaps │ bitmap │ all of them
-         ├─ compare words ─> positions ────┤                                       ─> zstd │ as is
-    new ─┘                                 └─ values: the new bits │ steps from the old ones
+    old ─┐                                  ┌─ gaps: unchanged elements before each changed one ─┐
+         ├─ words ─► elements that differ ──┤                                                    ├─►
+    new ─┘                                  └─ steps: what to add to the old bits, lower bytes ──┘
 
-A CPU packs one tensor at a time. A GPU compares and encodes many tensors with few launches, and
-works on while the encoded bytes come to the host. One call compresses those of a whole batch: a
-thread for each tensor would take the interpreter from the thread that starts the device's work.
-Both ways give the same bytes.
+Every step that needs a size on the host stalls a GPU, and so does every small tensor. So tensors
+lie side by side in chunks, and a chunk is compared at once. Elements are compared as integers: a
+NaN equals itself, and -0.0 differs from 0.0. The same code runs on every device.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
-import zstandard
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollway.weights.device_copies import start_copies_to_host
-from rollway.weights.digest.changes import (
-    Changes,
-    Comparison,
-    Pair,
-    compare_pairs,
-    count_planes,
-    count_planes_of_each,
-    encode_bitmap,
-    encode_gaps,
-    encode_positions,
-    find_changes,
-    fits_gaps,
-    is_majority,
-    is_mostly_changed,
-    split_planes,
-    zigzag,
-)
-from rollway.weights.digest.checksums import Checksum
-from rollway.weights.transports.delta.store import Buffer
+from rollway.weights.digest.checksums import INTEGERS, map_in_threads, raw_bytes
 
-Places = Literal["none", "gaps", "bitmap", "all", "whole"]
-"""How positions are encoded. `none` and `all` need no positions; `whole` is the plain bytes of a
-tensor, which need no base."""
-Values = Literal["new", "steps"]
-Compression = Literal["zstd", "none"]
-
-_LEVEL = 1  # the values that remain are noise: higher levels cost time and gain nothing
-_COMPARED = 2 << 30
-"""Bytes that are compared together; comparing needs an eighth of them as scratch memory."""
-_LEAST = 1 << 16
-"""Bytes that a small tensor counts as there."""
-_GATHERED = 1 << 25
-"""Changed elements that are encoded together; each needs about 50 bytes of scratch memory."""
-_TRIED = 1 << 13
-"""Elements of a sample that shows which values compress better."""
-_MAX_THREADS = 16
-_local = threading.local()
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Of most chunks. What differs in one takes up to five times as much memory for a moment."""
+ESCAPE = 255
+"""A gap byte that means: 255 unchanged elements, and no changed element after them."""
+WORD = 8
+_SLAB = 1 << 20
+"""Words that a core compares at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """The change of one tensor."""
+class Chunk:
+    """Tensors with elements of one size, side by side. Each begins at a word."""
 
-    places: Places
-    count: int
-    place_bytes: Buffer
-    values: Values
-    planes: int
-    """How many bytes of each value are there, the lower ones; the others are 0."""
-    value_bytes: Buffer
-    compression: Compression
-    checksum: Checksum | None = None
-    """The checksums of the new tensor, if the comparison computed them on the way."""
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Reserve places for tensors like these."""
+        self.names = list(tensors)
+        self._kinds = [(t.dtype, t.shape, t.nbytes) for t in tensors.values()]
+        ends = accumulate((-(-t.nbytes // WORD) for t in tensors.values()), initial=0)
+        self.starts = list(ends)
+        """The word at which each tensor begins; at the end, the number of all words."""
+        first = next(iter(tensors.values()))
+        self.element_bytes = first.element_size()
+        self.words = torch.empty(self.starts[-1], dtype=torch.int64, device=first.device)
 
+    def make_empty(self, memory: Tensor | None) -> Chunk:
+        """Return a chunk for the same tensors, in `memory` if that is large enough."""
+        chunk, size = copy(self), self.words.numel()
+        if memory is None or memory.device != self.words.device or memory.numel() < size:
+            memory = torch.empty_like(self.words)
+        chunk.words = memory[:size]
+        return chunk
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """The change of one tensor in host memory, before it is compressed."""
+    def put(self, number: int, tensor: Tensor) -> None:
+        """Copy a tensor to its place."""
+        if tensor.nbytes % WORD:
+            self.words[self.starts[number + 1] - 1] = 0  # the last word is not filled
+        self.view(number).copy_(tensor.detach())
 
-    kind: Places
-    places: Tensor | None
-    values: Values
-    planes: Tensor
-    """A row for each byte of the values."""
-
-
-_UNCHANGED = Packed("none", 0, b"", "new", 0, b"", "none")
-
-
-def pack(old: Tensor, new: Tensor, compression: Compression) -> Packed:
-    """Pack the change of one tensor, given as integers."""
-    if not is_mostly_changed(old, new):
-        changes = find_changes(old, new)
-        if not is_majority(changes[0].numel(), new.numel()):  # else the sample misjudged it
-            return pack_changes(changes, new.numel(), compression)
-    return _compress_one(_encode_all_elements(old, new, compression)(), compression)
+    def view(self, number: int) -> Tensor:
+        dtype, shape, nbytes = self._kinds[number]
+        start = WORD * self.starts[number]
+        return self.words.view(torch.uint8)[start : start + nbytes].view(dtype).view(shape)
 
 
-def pack_changes(changes: Changes, elements: int, compression: Compression) -> Packed:
-    """Pack the changes of a tensor with so many elements, of which less than half changed."""
-    positions, old, new = changes
-    if positions.numel() == 0:
-        return _UNCHANGED
-    kind, stream = encode_positions(positions, elements)
-    steps = zigzag(new - old)
-    values = _choose(split_planes(steps), split_planes(new), count_planes(steps), compression)
-    return _compress_one(_Plain(kind, stream, *values), compression)
-
-
-def _compress_one(plain: _Plain, compression: Compression) -> Packed:
-    streams = [plain.planes] if plain.places is None else [plain.places, plain.planes]
-    pack_stream: Callable[[Tensor], Buffer] = _flatten if compression == "none" else _compress
-    packed = map(pack_stream, streams)
-    return _join_packed(plain, packed, compression)
-
-
-def _compress(data: Tensor) -> bytes:
-    """Compress all bytes in order."""
-    # One compressor per thread: creating one takes as long as compressing a small tensor.
-    if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    compressed: bytes = _local.compressor.compress(_flatten(data))
-    return compressed
-
-
-def _flatten(data: Tensor) -> memoryview:
-    return np.ascontiguousarray(data.numpy()).reshape(-1).data
-
-
-def _join_packed(plain: _Plain, packed: Iterator[Buffer], compression: Compression) -> Packed:
-    """Return a change whose streams are the next ones of `packed`."""
-    places = b"" if plain.places is None else next(packed)
-    planes, count = plain.planes.shape
-    return Packed(plain.kind, count, places, plain.values, planes, next(packed), compression)
-
-
-def _choose(
-    steps: Tensor, new: Tensor, width: int, compression: Compression
-) -> tuple[Values, Tensor]:
-    """Return the new bits or their distances from the old ones, whichever are shorter.
-
-    An optimizer step mostly moves a bfloat16 to its neighbour, so distances are small numbers: of
-    their bytes, the lower `width` are sent. If that is all of them, a sample shows which
-    compress better."""
-    if width < new.shape[0]:
-        return "steps", steps[:width]
-    if compression == "none":
-        return "new", new
-    stride = max(1, new.shape[1] // _TRIED)
-    as_steps, as_new = (len(_compress(planes[:, ::stride])) for planes in (steps, new))
-    return ("steps", steps) if as_steps < as_new else ("new", new)
-
-
-# --- on a GPU ----------------------------------------------------------------------------------
-
-
-def open_pool() -> ThreadPoolExecutor:
-    """Return the threads that compress, as many as there are cores."""
-    return ThreadPoolExecutor(count_threads())
-
-
-def count_threads() -> int:
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-
-
-_Fetch = Callable[[], Iterable[tuple[int, _Plain]]]
-"""Waits for the streams of some tensors, and returns them with the tensors' numbers."""
-
-
-def start_packing(
-    pairs: Sequence[Pair], pool: ThreadPoolExecutor, compression: Compression
-) -> Callable[[], list[Packed]]:
-    """Compare and encode tensors, and compress in the background; return a function that waits.
-
-    When this returns, the tensors are not needed any more."""
-    pending: list[tuple[list[int], Future[list[Packed]]]] = []
-    for batch in _split_batches(pairs):
-        started = _start_batch([pairs[i] for i in batch], pool, compression)
-        pending.append((batch, started))
-
-    def wait() -> list[Packed]:
-        packed = {
-            i: p for batch, done in pending for i, p in zip(batch, done.result(), strict=True)
-        }
-        return [packed[i] for i in range(len(pairs))]
-
-    return wait
-
-
-def _start_batch(
-    pairs: Sequence[Pair], pool: ThreadPoolExecutor, compression: Compression
-) -> Future[list[Packed]]:
-    """Start tensors with elements of one size, which are compared together."""
-    comparison = compare_pairs(pairs, with_checksums=True)
-    fetches: list[_Fetch] = []
-    for first, end in _split_ranges(comparison.counts, [new.numel() for _, new in pairs]):
-        if is_majority(comparison.counts[first], pairs[first][1].numel()):
-            wait = _encode_all_elements(*pairs[first], compression)
-            fetches.append(lambda first=first, wait=wait: [(first, wait())])  # type: ignore[misc]
-        elif any(comparison.counts[first:end]):
-            fetches.append(_encode_range(comparison, pairs, first, end, compression))
-    checksums = comparison.checksums
-    return pool.submit(_finish_batch, fetches, checksums, compression)
-
-
-def _finish_batch(
-    fetches: Sequence[_Fetch], checksums: Sequence[Checksum], compression: Compression
-) -> list[Packed]:
-    plains = {i: plain for fetch in fetches for i, plain in fetch()}
-    streams = [
-        _flatten(stream)
-        for plain in plains.values()
-        for stream in (plain.places, plain.planes)
-        if stream is not None
-    ]
-    packed = iter(streams if compression == "none" else _compress_together(streams))
-    changes = {i: _join_packed(plain, packed, compression) for i, plain in plains.items()}
-    return [
-        replace(changes.get(i, _UNCHANGED), checksum=checksum)
-        for i, checksum in enumerate(checksums)
-    ]
-
-
-def _compress_together(streams: Sequence[Buffer]) -> list[Buffer]:
-    """Compress in threads of zstd's own, which do not need the interpreter."""
-    if not streams:
-        return []
-    compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    frames = compressor.multi_compress_to_buffer(list(streams), threads=count_threads())
-    return [memoryview(cast("bytes", frames[i])) for i in range(len(frames))]
-
-
-def _encode_range(
-    comparison: Comparison,
-    pairs: Sequence[Pair],
-    first: int,
-    end: int,
-    compression: Compression,
-) -> _Fetch:
-    """Encode the changes in a range of tensors on the device, and start their copy to the host."""
-    changed = [i for i in range(first, end) if comparison.counts[i]]
-    counts = [comparison.counts[i] for i in changed]
-    positions, old, new = comparison.gather(first, end)
-    stream, lengths = encode_gaps(positions, counts)
-    distances = zigzag(new - old)
-    widths = count_planes_of_each(distances, counts)
-    size = new.element_size()
-    # Only planes that some tensor sends or tries leave the device.
-    tried = [size if compression == "zstd" else 0] if max(widths) == size else []
-    narrow = max([*tried, *(width for width in widths if width < size)], default=0)
-    sent = [stream, split_planes(distances)[:narrow].contiguous()]
-    sent.append(split_planes(new)[: size if tried else 0].contiguous())
-    maps: dict[int, Tensor] = {}
-    ends = np.cumsum(counts).tolist()
-    for i, length, count, stop in zip(changed, lengths, counts, ends, strict=True):
-        elements = pairs[i][1].numel()
-        if not fits_gaps(length, elements):
-            maps[i] = encode_bitmap(positions[stop - count : stop], elements)
-    hosts, wait = start_copies_to_host([*sent, *maps.values()])
-
-    def fetch() -> Iterator[tuple[int, _Plain]]:
-        wait()
-        gaps, steps, values = hosts[:3]
-        bitmaps = dict(zip(maps, hosts[3:], strict=True))
-        byte = 0
-        for i, length, count, width, stop in zip(
-            changed, lengths, counts, widths, ends, strict=True
-        ):
-            part = slice(stop - count, stop)
-            chosen = _choose_part(steps, values, part, width, size, compression)
-            places = bitmaps.get(i, gaps[byte : byte + length])
-            yield i, _Plain("bitmap" if i in bitmaps else "gaps", places, *chosen)
-            byte += length
-
-    return fetch
-
-
-def _choose_part(
-    steps: Tensor, new: Tensor, part: slice, width: int, size: int, compression: Compression
-) -> tuple[Values, Tensor]:
-    """Do as `_choose` for one of many tensors, whose `new` bits are there only if needed."""
-    if width < size:
-        return "steps", steps[:width, part]
-    return _choose(steps[:, part], new[:, part], width, compression)
-
-
-def _encode_all_elements(
-    old: Tensor, new: Tensor, compression: Compression
-) -> Callable[[], _Plain]:
-    """Encode a tensor in which most elements changed; return a function that waits for it."""
-    distances = zigzag(new - old)
-    width = count_planes(distances)
-    planes = split_planes(distances)[:width], split_planes(new)
-    hosts, wait = start_copies_to_host([plane.contiguous() for plane in planes])
-
-    def fetch() -> _Plain:
-        wait()
-        return _Plain("all", None, *_choose(hosts[0], hosts[1], width, compression))
-
-    return fetch
-
-
-def _split_batches(pairs: Sequence[Pair]) -> Iterator[list[int]]:
-    """Yield the tensors to compare together: one element size, and bounded scratch memory."""
-    by_size: dict[int, list[int]] = {}
-    for i, (_, new) in enumerate(pairs):
-        by_size.setdefault(new.element_size(), []).append(i)
-    for same_size in by_size.values():
-        batch: list[int] = []
+def split_in_chunks(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield the names of tensors that share a chunk."""
+    by_kind: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_kind.setdefault((tensor.device, tensor.element_size()), []).append(name)
+    for names in by_kind.values():
+        chunk: list[str] = []
         nbytes = 0
-        for i in same_size:
-            if nbytes >= _COMPARED:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(i)
-            nbytes += max(_LEAST, pairs[i][1].nbytes)
-        yield batch
+        for name in names:
+            if chunk and nbytes + tensors[name].nbytes > CHUNK_BYTES[tensors[name].device.type]:
+                yield chunk
+                chunk, nbytes = [], 0
+            chunk.append(name)
+            nbytes += tensors[name].nbytes
+        yield chunk
 
 
-def _split_ranges(counts: Sequence[int], elements: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of tensors to encode together; a mostly changed tensor is a range alone."""
-    first = total = 0
-    for i, count in enumerate(counts):
-        is_alone = is_majority(count, elements[i])
-        if i > first and (is_alone or total + count > _GATHERED):
-            yield first, i
-            first, total = i, 0
-        total += count
-        if is_alone:
-            yield i, i + 1
-            first, total = i + 1, 0
-    if first < len(counts):
-        yield first, len(counts)
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """What changed in a tensor, in host memory."""
+
+    name: str
+    added: int
+    """What the change adds to the sum of the tensor's words."""
+    count: int
+    planes: int
+    """As in `Change`."""
+    data: NDArray[np.uint8]
+
+
+def start_packing(held: Chunk, new: Chunk) -> Callable[[], list[PackedTensor]]:
+    """Make `held` equal to a new version of it, and start to bring what changed to the host.
+
+    Returns a function that waits for it, and returns the changed tensors. `new` is free at once."""
+    found = _update(held, new)
+    changed = [i for i, count in enumerate(found.counts) if count]
+    counts = [found.counts[i] for i in changed]
+    per_word = WORD // held.element_bytes
+    firsts = [per_word * held.starts[i] for i in changed]
+    gaps, gap_counts = encode_gaps(found.positions, firsts, counts)
+    widths = count_planes(found.steps, counts)
+    rows = split_planes(found.steps)[: max(widths, default=0)].contiguous()
+    whole = [held.view(i) for i in found.whole]
+    hosts, wait = start_copies_to_host([gaps, rows, *map(raw_bytes, whole)])
+
+    def finish() -> list[PackedTensor]:
+        wait()
+        gap_bytes, planes, *all_bytes = (host.numpy() for host in hosts)
+        packed = [
+            PackedTensor(held.names[i], found.added[i], tensor.numel(), 0, data)
+            for i, tensor, data in zip(found.whole, whole, all_bytes, strict=True)
+        ]
+        gap_ends, ends = (pairwise(accumulate(each, initial=0)) for each in (gap_counts, counts))
+        for i, (start, stop), (first, last), width in zip(
+            changed, gap_ends, ends, widths, strict=True
+        ):
+            steps = planes[:width, first:last].reshape(-1)
+            data = np.concatenate([gap_bytes[start:stop], steps])
+            packed.append(PackedTensor(held.names[i], found.added[i], last - first, width, data))
+        return packed
+
+    return finish
+
+
+class _Differences(NamedTuple):
+    """How two versions of a chunk differ, by its tensors."""
+
+    whole: list[int]
+    """Tensors of which more than half of the words differ: all their bytes are hardly more."""
+    added: list[int]
+    """What their words add to the sums."""
+    counts: list[int]
+    """How many elements differ, of the other tensors."""
+    positions: Tensor
+    """Where in the chunk these are."""
+    steps: Tensor
+    """What to add to their old bits, as integers; small steps of either sign are small numbers."""
+
+
+def _update(held: Chunk, new: Chunk) -> _Differences:
+    words = find_different(held.words, new.words)
+    before, after = (chunk.words.index_select(0, words) for chunk in (held, new))
+    held.words.index_copy_(0, words, after)
+    bounds = torch.tensor(held.starts, device=words.device)
+    ends = torch.searchsorted(words, bounds)
+    sums = torch.cat([ends.new_zeros(1), (after - before).cumsum(0)]).index_select(0, ends)
+    word_counts, added = torch.stack([ends, sums]).diff().tolist()
+    sizes = [stop - start for start, stop in pairwise(held.starts)]
+    is_whole = [2 * count > size for count, size in zip(word_counts, sizes, strict=True)]
+    if any(is_whole):
+        flags = torch.tensor(is_whole, device=words.device)
+        is_part = ~flags.repeat_interleave(ends.diff(), output_size=words.numel())
+        words, before, after = words[is_part], before[is_part], after[is_part]
+    before, after = (bits.view(INTEGERS[held.element_bytes]) for bits in (before, after))
+    lanes = find_different(before, after)
+    per_word = WORD // held.element_bytes
+    positions = words.index_select(0, lanes // per_word) * per_word + lanes % per_word
+    counts = torch.searchsorted(positions, bounds * per_word).diff().tolist()
+    steps = _zigzag(after.index_select(0, lanes) - before.index_select(0, lanes))
+    whole = [i for i, flag in enumerate(is_whole) if flag]
+    return _Differences(whole, added, counts, positions, steps)
+
+
+def find_different(old: Tensor, new: Tensor) -> Tensor:
+    """Return the positions at which integers differ."""
+    if old.device.type != "cpu":
+        return torch.nonzero(old != new).view(-1)
+    # numpy, because torch's threads wait for each other when cores are busy.
+    before, after = old.numpy(), new.numpy()
+
+    def find(start: int) -> NDArray[np.int64]:
+        end = start + _SLAB
+        return start + np.flatnonzero(before[start:end] != after[start:end])
+
+    starts = range(0, max(len(before), 1), _SLAB)
+    return torch.from_numpy(np.concatenate(map_in_threads(find, starts)))
+
+
+def encode_gaps(
+    positions: Tensor, firsts: Sequence[int], counts: Sequence[int]
+) -> tuple[Tensor, list[int]]:
+    """Encode how many unchanged elements precede each changed one, for several tensors at once.
+
+    `firsts` are the positions at which the tensors begin, `counts` how many of the positions each
+    has; none has 0. Returns all bytes, and how many of them each tensor has."""
+    device = positions.device
+    ends = torch.tensor([0, *accumulate(counts)], device=device)
+    gaps = positions.clone()
+    gaps[1:] -= positions[:-1] + 1
+    # The first gap of a tensor counts from its own start, not from the tensor before.
+    starts = torch.tensor(firsts, dtype=torch.int64, device=device)
+    gaps.index_copy_(0, ends[:-1], positions.index_select(0, ends[:-1]) - starts)
+    # A gap takes one byte, and one escape for each 255 before; the rest of the stream is escapes.
+    to = (gaps // ESCAPE + 1).cumsum(0)
+    stops = torch.cat([to.new_zeros(1), to]).index_select(0, ends)
+    lengths: list[int] = stops.diff().tolist()
+    stream = torch.full((sum(lengths),), ESCAPE, dtype=torch.uint8, device=device)
+    stream.index_copy_(0, to - 1, (gaps % ESCAPE).to(torch.uint8))
+    return stream, lengths
+
+
+def split_planes(values: Tensor) -> Tensor:
+    """Return first bytes together, then second bytes, and so on: one row per byte of an element.
+
+    The upper bytes of small steps are all 0, and need not be sent."""
+    return raw_bytes(values).view(-1, values.element_size()).t()
+
+
+def _zigzag(steps: Tensor) -> Tensor:
+    return (steps << 1) ^ (steps >> (8 * steps.element_size() - 1))
+
+
+def count_planes(steps: Tensor, counts: Sequence[int]) -> list[int]:
+    """Return how many lower bytes hold all steps of each tensor; none has 0 steps."""
+    ends = torch.tensor([0, *accumulate(counts)], device=steps.device)
+    planes = torch.ones_like(ends[1:])
+    for plane in range(1, steps.element_size()):
+        needing = torch.cat([ends.new_zeros(1), ((steps >> 8 * plane) != 0).cumsum(0)])
+        planes += needing.index_select(0, ends).diff() > 0
+    result: list[int] = planes.tolist()
+    return result

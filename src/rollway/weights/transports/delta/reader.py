@@ -1,15 +1,11 @@
-"""Follow offers inside a worker: read what changed, for engines that write only that.
-
-An engine that needs whole tensors has them held here, and changes are written into these. They are
-verified at the end; if anything is wrong, they are read from a snapshot. A reading has the held
-tensors for itself until it ends: the reading of a discarded version may still run when the next one
-begins, and that one then reads a snapshot into tensors of its own.
-"""
+"""Read versions inside a worker: what changed, for engines that write only that, or all tensors."""
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,61 +13,52 @@ from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights.checkpoint import TensorHeader
-from rollway.weights.digest.checksums import DTYPES, digest, dtype_name, integers, raw_bytes
+from rollway.weights.digest.checksums import DTYPES, INTEGERS, word_sum
 from rollway.weights.offer import Offer
 from rollway.weights.transports.base import Changes, Reader, never
-from rollway.weights.transports.delta.format import needs_snapshot
-from rollway.weights.transports.delta.packing import count_threads
-from rollway.weights.transports.delta.store import Store
-from rollway.weights.transports.delta.unpacking import StepStreams, Streams, decompress_all
-from rollway.weights.transports.delta.versions import DeltaVersions, Manifest, Step, map_in_order
+from rollway.weights.transports.delta.unpacking import UnpackedStep, read_step, view_whole
+from rollway.weights.transports.delta.versions import (
+    DELTA,
+    SNAPSHOT,
+    DeltaEntry,
+    DeltaManifest,
+    DeltaVersions,
+    StoredBytes,
+    make_read_error,
+    open_stored,
+)
 
-State = dict[str, Tensor]
+_AHEAD = 4
+"""Tensors that are made while the caller uses the one before."""
 
 
 class DeltaReader(Reader):
-    """Tells what changed since the version that is served, or holds all tensors of the last version
-    and updates them to the next."""
+    """Returns what changed since the version that is served, for engines that write only that; or
+    all tensors of a version: those of the newest snapshot, with the changes since."""
 
     def __init__(self) -> None:
-        self._held: tuple[str, int, State] | None = None
-        """The tensors of a version, with its directory and number. Digests tell if the directory
-        has another publisher's versions meanwhile: then a snapshot is read."""
-        self._lock = threading.Lock()
-        """Lets one reading alone take what is held."""
-        self._offered: tuple[str, str, Manifest] | None = None
-        """Where the version that was opened last is, with its identity."""
-        self._served: tuple[str, str, Manifest] | None = None
+        self._offered: tuple[str, str, DeltaManifest] | None = None
+        """Where the version that was opened last is, its identity and its manifest."""
+        self._served: tuple[str, str, DeltaManifest] | None = None
         """The same of the version that this worker serves."""
 
     def headers(self, offer: Offer) -> dict[str, TensorHeader]:
         return self._open(offer)[1].headers()
 
     def sums(self, offer: Offer) -> dict[str, int]:
-        entries = self._open(offer)[1].tensors
-        return {name: entry.sum for name, entry in entries.items() if entry.sum is not None}
-
-    def count_kept(self, offer: Offer) -> int:
-        return offer.nbytes if self._held is None else 0
+        return {name: entry.sum for name, entry in self._open(offer)[1].tensors.items()}
 
     def changes(self, offer: Offer, served: str, at_most: int) -> Changes:
-        """Return what leads from the served version to the offered one; the tensors that this
-        reader holds stay as they are."""
-        versions, manifest = self._open(offer)
-        if self._served is None or self._served[:2] != (str(offer.where["root"]), served):
+        versions, wanted = self._open(offer)
+        if self._served is None or self._served[:2] != (str(versions.root), served):
             return Changes(refusal="the served version did not come from the same deltas")
-        if served == offer.identity:
-            return Changes()
-        base = self._served[2]
         try:
-            steps = versions.find_chain(base.version, manifest.version)
-            changes = read_changes(versions, base, steps, at_most)
+            steps = versions.find_deltas(self._served[2], wanted)
+            if sum(step.count_changed() for step in steps) > at_most:
+                return Changes(refusal=f"more than {at_most} elements changed")
+            return Changes([_read_step(versions, step) for step in steps])
         except WeightsError as error:
             return Changes(refusal=error.message)
-        if not changes.refusal:
-            # The parameters hold the version: the tensors kept here have no further use.
-            self._held = None
-        return changes
 
     def finish(self, offer: Offer) -> None:
         """Note that the worker serves the offered version."""
@@ -82,123 +69,66 @@ class DeltaReader(Reader):
     def tensors(
         self, offer: Offer, summed: Callable[[str], bool] = never
     ) -> Iterator[tuple[str, Tensor]]:
-        versions, manifest = self._open(offer)
-        root = str(offer.where["root"])
-        base, state = self._take(root)
-        steps = versions.find_chain(base, offer.version)
-        try:
-            write_steps(versions, state, steps, manifest)
-        except WeightsError:
-            if base is None:
-                raise
-            # Something is broken, was removed meanwhile, or is of another publisher at this place.
-            steps = versions.find_chain(None, offer.version)
-            write_steps(versions, state, steps, manifest)
-        try:
-            yield from ((name, state[name]) for name in manifest.tensors)
-        finally:
-            self._held = (root, offer.version, state)
+        versions, wanted = self._open(offer)
+        chain = versions.find_snapshot(wanted)
+        if any(manifest.headers() != wanted.headers() for manifest in chain):
+            raise make_read_error(f"Version {wanted.version} follows versions of another model.")
+        directories = [versions.path(manifest.version) for manifest in chain]
+        with ExitStack() as stack:
+            snapshot = stack.enter_context(open_stored(directories[0] / SNAPSHOT))
+            deltas = [stack.enter_context(open_stored(path / DELTA)) for path in directories[1:]]
+            pool = stack.enter_context(ThreadPoolExecutor(_AHEAD))
+            ahead: deque[tuple[str, Future[Tensor]]] = deque()
+            for name in wanted.tensors:
+                entries = [manifest.tensors[name] for manifest in chain]
+                ahead.append((name, pool.submit(_rebuild, name, entries, snapshot, deltas)))
+                if len(ahead) > _AHEAD:
+                    name, tensor = ahead.popleft()
+                    yield name, tensor.result()
+            for name, tensor in ahead:
+                yield name, tensor.result()
 
     def close(self) -> None:
-        self._held = self._offered = self._served = None
+        self._offered = self._served = None
 
-    def _take(self, root: str) -> tuple[int | None, State]:
-        """Return the version of `root` that is held, and its tensors, which are then held no more;
-        None and no tensors if there is none."""
-        with self._lock:
-            held, self._held = self._held, None
-        return held[1:] if held is not None and held[0] == root else (None, {})
-
-    def _open(self, offer: Offer) -> tuple[DeltaVersions, Manifest]:
-        try:
-            root = Path(str(offer.where["root"]))
-            exists = root.is_dir()
-        except (KeyError, OSError) as error:
+    def _open(self, offer: Offer) -> tuple[DeltaVersions, DeltaManifest]:
+        root = offer.where.get("root")
+        if not isinstance(root, str) or "\0" in root:
             raise WeightsError(
                 "An offer of deltas does not say where they are.", "Publish the version again."
-            ) from error
-        if not exists:
-            raise WeightsError(
-                f"There are no published versions at {root}.", "Mount the directory here."
             )
-        versions = DeltaVersions(Store(root))
-        manifest = versions.read_manifest(offer.version)
-        if manifest.identity != offer.identity:
-            raise WeightsError(f"Version {offer.version} at {root} is not the offered one.")
-        self._offered = str(offer.where["root"]), offer.identity, manifest
+        versions = DeltaVersions(Path(root))
+        manifest = versions.read_manifest(offer.version, offer.identity)
+        self._offered = str(versions.root), offer.identity, manifest
         return versions, manifest
 
 
-def read_changes(
-    versions: DeltaVersions, base: Manifest, steps: Sequence[Step], at_most: int
-) -> Changes:
-    """Read the changes of all steps, which must begin at exactly the tensors of `base`."""
-    if not steps:
-        return Changes(refusal="another version with the number of the served one is offered")
-    if any(step.kind == "snapshot" for step in steps):
-        return Changes(refusal="a snapshot is shorter than the deltas since the served version")
-    digests = base.digests
-    count = 0
-    changes: list[StepStreams] = []
-    for step in steps:
-        streams: list[Streams] = []
-        for run, encoded in versions.read_runs(digests, step, steps[-1].manifest):
-            for header in (change.header for change in encoded):
-                # The base's manifest may be gone, and another one may have its number meanwhile.
-                if header.before is not None and header.before != digests[header.name]:
-                    raise WeightsError(
-                        f"{header.name} changed since another version {header.base}."
-                    )
-                digests[header.name] = header.digest
-                count += header.count
-            if count > at_most:
-                raise WeightsError(f"More than {at_most} elements changed.")
-            streams += decompress_all(encoded, run)
-        changes.append(StepStreams(streams))
-    if digests != steps[-1].manifest.digests:
-        raise WeightsError("The deltas do not lead to the offered version.")
-    return Changes(changes)
+def _read_step(versions: DeltaVersions, manifest: DeltaManifest) -> UnpackedStep:
+    with open_stored(versions.path(manifest.version) / DELTA) as file:
+        return read_step(file, manifest.tensors)
 
 
-def write_steps(
-    versions: DeltaVersions, state: State, steps: Sequence[Step], wanted: Manifest
-) -> None:
-    """Write steps into the tensors of `state`; raise unless these are then the wanted version."""
-    if steps and steps[0].kind == "snapshot":
-        state.clear()
-    for step in steps:
-        for run, encoded in versions.read_runs(state, step, wanted):
-            write_changes(decompress_all(encoded, run), state)
-    names = list(wanted.tensors)
-    missing = wanted.tensors.keys() - state.keys()
-    if missing:
-        raise needs_snapshot(f"{min(missing)} of version {wanted.version} is in no object.")
-    held = map_in_order(lambda name: digest(state[name]), names, threads=count_threads())
-    for name, actual in zip(names, held, strict=True):
-        if actual != wanted.tensors[name].digest:
-            raise needs_snapshot(
-                f"{name} does not match its checksum in version {wanted.version}: "
-                "the held tensor is not of the version it is recorded as, or a change is damaged."
-            )
-
-
-def write_changes(changes: Sequence[Streams], state: State) -> None:
-    """Write changes into the tensors of `state`, which are contiguous."""
-    for change in changes:
-        header, held = change.header, state.get(change.name)
-        if header.places == "whole":
-            held = torch.empty(header.shape, dtype=DTYPES[header.dtype])
-            raw_bytes(held).copy_(change.values)
-            state[change.name] = held
-        elif held is None or (dtype_name(held), tuple(held.shape)) != (header.dtype, header.shape):
-            raise needs_snapshot(f"There is no {change.name} that the change applies to.")
-        elif header.places == "all":
-            # Positions would take eight bytes for each element.
-            live, (bits, is_relative) = integers(held), change.join_values(torch.device("cpu"))
-            live.add_(bits) if is_relative else live.copy_(bits)
-    parts = StepStreams([c for c in changes if c.header.places not in ("all", "whole")])
-    for name, (positions, bits, is_relative) in parts.move(torch.device("cpu")):
-        live = integers(state[name])
-        if is_relative:
-            bits = bits + live.index_select(0, positions)
-        live.scatter_(0, positions, bits)
+def _rebuild(
+    name: str,
+    entries: Sequence[DeltaEntry],
+    snapshot: StoredBytes,
+    deltas: Sequence[StoredBytes],
+) -> Tensor:
+    """Return a tensor from its bytes in a snapshot and its changes in the deltas since."""
+    first, wanted = entries[0], entries[-1]
+    if first.snapshot is None:
+        raise make_read_error(f"No snapshot has {name}.")
+    raw = snapshot.read(first.snapshot, first.snapshot + first.nbytes)
+    bits = raw.view(INTEGERS[wanted.element_bytes])
+    for entry, file in zip(entries[1:], deltas, strict=True):
+        step = read_step(file, {name: entry})
+        for item in step.changes:
+            if item.change.is_whole:
+                bits = view_whole(item, step.memory)
+                continue
+            ((_, elements),) = step.move(torch.device("cpu"))
+            bits.scatter_add_(0, elements.positions, elements.bits)
+    tensor = bits.view(DTYPES[wanted.dtype]).view(wanted.shape)
+    if word_sum(tensor) != wanted.sum:
+        raise make_read_error(f"{name} does not have its sum in the manifest.")
+    return tensor

@@ -1,324 +1,267 @@
-"""The versions in a store: their manifests, and the chains of objects between them.
+"""Versions in a directory that trainer and engines see: their tensors, and where the bytes are.
 
-A manifest lists the tensors of a version, and the objects that hold their bytes.
+    root/v7/  manifest.json   the tensors of version 7, with their sums
+              delta           how they differ from those of version 6
+              snapshot        all of them, every few versions
+
+The directory of a version appears at once, with all its files. Nothing here locks or appends,
+because both fail on network file systems. Nothing is mapped: if a publisher removes a version that
+is read over NFS, the reader gets a `WeightsError`, not a SIGBUS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from torch import Tensor
 
 from rollway.errors import WeightsError
 from rollway.weights import leftovers
-from rollway.weights.checkpoint import TensorHeader
+from rollway.weights.checkpoint import TensorHeader, sync
 from rollway.weights.device_copies import allocate_pinned
+from rollway.weights.digest.checksums import map_in_threads
 from rollway.weights.layout import ELEMENT_BYTES
-from rollway.weights.offer import MAX_MANIFEST_BYTES, Count, Text
-from rollway.weights.transports.delta.format import (
-    MAX_OVERHEAD,
-    Digest,
-    Encoded,
-    decode,
-    needs_snapshot,
-)
-from rollway.weights.transports.delta.packing import count_threads
-from rollway.weights.transports.delta.store import Blob, Store
-from rollway.weights.untrusted import check_shape
+from rollway.weights.offer import MAX_MANIFEST_BYTES, Count, Dims, Text
+from rollway.weights.untrusted import check_shape, open_plain, read_plain, reason
 
-_RUN_BYTES = 256 << 20
-"""What is read together."""
+MANIFEST, DELTA, SNAPSHOT = "manifest.json", "delta", "snapshot"
+Sum = Annotated[int, msgspec.Meta(ge=0)]
 _PIECE_BYTES = 16 << 20
-"""What one thread reads of it."""
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-MANIFESTS, OBJECTS = "manifests/", "objects/"
-
-Extent = tuple[Count, Count]
-"""The offset in an object, and the number of bytes."""
-Kind = Literal["delta", "snapshot"]
+"""What one thread reads."""
+_NAME = re.compile(r"v(\d{1,15})")
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a version; without a `delta` extent it did not change."""
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a version's delta has what changed in a tensor, and how it is packed.
+
+    Packed are a gap for each changed element, and then `planes` bytes of the step from its old
+    bits; or all bytes of the tensor, as they are, if `planes` is 0."""
+
+    offset: Count
+    nbytes: Count
+    sum: Sum
+    """The word sum of these bytes: that of the tensor does not show that a step was misplaced."""
+    plain_bytes: Count
+    """How many they are when they are decompressed by zstd; as many if they were not compressed."""
+    count: Annotated[int, msgspec.Meta(gt=0, le=1 << 53)]
+    """How many elements changed."""
+    planes: Annotated[int, msgspec.Meta(ge=0, le=8)]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.planes == 0
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.nbytes < self.plain_bytes
+
+
+class DeltaEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a version; without a `change` it is as in the version before."""
 
     dtype: Annotated[str, msgspec.Meta(max_length=32)]
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)]
-    digest: Digest
-    delta: Extent | None = None
-    snapshot: Extent | None = None
-    sum: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """The sum of the tensor's words, by which a worker verifies its parameters; None in versions
-    of older publishers."""
-
-
-class Object(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The key and the size of an object in the store."""
-
-    key: Annotated[str, msgspec.Meta(max_length=512)]
-    size: Count
-
-
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A version: its tensors, and the objects from which it can be built."""
-
-    format: Literal[1, 2]
-    """Changes of format 2 may lack upper bytes of values, and need not be compressed."""
-    version: Count
-    base: Count | None
-    """The version that the delta starts from."""
-    tensors: dict[Text, Entry]
-    delta: Object | None = None
-    snapshot: Object | None = None
-    digest: str = ""
-    """The digest of all other fields."""
+    shape: Dims
+    sum: Sum
+    """The sum of its words, by which a worker verifies its parameters."""
+    change: Change | None = None
+    snapshot: Count | None = None
+    """Where it begins in the snapshot."""
 
     @property
-    def identity(self) -> str:
-        """The identity of the weights alone: it does not depend on the objects that hold them."""
-        facts = [
-            (name, entry.dtype, entry.shape, entry.digest) for name, entry in self.tensors.items()
-        ]
-        return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
     @property
-    def digests(self) -> dict[str, Digest]:
-        return {name: entry.digest for name, entry in self.tensors.items()}
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            math.prod(entry.shape) * ELEMENT_BYTES.get(entry.dtype, 0)
-            for entry in self.tensors.values()
-        )
+        return self.elements * self.element_bytes
+
+
+class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The version that a delta starts from."""
+
+    version: Count
+    identity: str
+
+
+class DeltaManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a version consists of."""
+
+    version: Count
+    tensors: dict[Text, DeltaEntry]
+    base: Base | None = None
+    has_snapshot: bool = False
+
+    @property
+    def identity(self) -> str:
+        """The identity of the weights alone: it does not depend on how they are stored."""
+        facts = [(name, e.dtype, e.shape, e.sum) for name, e in self.tensors.items()]
+        return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    def count_changed(self) -> int:
+        """Return how many elements changed since the version before."""
+        return sum(e.change.count for e in self.tensors.values() if e.change is not None)
+
+    def as_base(self) -> Base:
+        return Base(self.version, self.identity)
 
     def headers(self) -> dict[str, TensorHeader]:
-        return {
-            name: TensorHeader(entry.dtype, tuple(entry.shape), "")
-            for name, entry in self.tensors.items()
-        }
-
-    @property
-    def objects(self) -> list[Object]:
-        return [item for item in (self.delta, self.snapshot) if item is not None]
-
-    def to_bytes(self) -> bytes:
-        return msgspec.json.encode(msgspec.structs.replace(self, digest=self._compute_digest()))
-
-    def check(self, version: int) -> None:
-        """Raise unless this is an intact manifest of `version`."""
-        if self.digest != self._compute_digest() or self.version != version:
-            raise needs_snapshot(f"The manifest of version {version} is damaged.")
-        if self.base is not None and self.base >= version:  # else a chain could run in circles
-            raise needs_snapshot(
-                f"Version {version} claims to follow version {self.base}, which is no older."
-            )
-        for name, entry in self.tensors.items():
-            _check_entry(name, entry)
-
-    def _compute_digest(self) -> str:
-        rest = msgspec.json.encode(msgspec.structs.replace(self, digest=""))
-        return hashlib.blake2b(rest, digest_size=16).hexdigest()
+        return {name: TensorHeader(e.dtype, e.shape, "") for name, e in self.tensors.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One object to apply: a snapshot, or a delta to the version before."""
-
-    kind: Kind
-    manifest: Manifest
-
-    @property
-    def object(self) -> Object:
-        item = self.manifest.snapshot if self.kind == "snapshot" else self.manifest.delta
-        assert item is not None
-        return item
-
-    def extent(self, name: str) -> Extent | None:
-        """Return where the change of a tensor is in the object; None if it did not change."""
-        entry = self.manifest.tensors[name]
-        return entry.snapshot if self.kind == "snapshot" else entry.delta
-
-    def locate(self, name: str) -> Extent:
-        """Return the same of a tensor that changed."""
-        extent = self.extent(name)
-        assert extent is not None
-        return extent
-
-    def list_tensors(self) -> list[str]:
-        """Return the tensors that the object has."""
-        return [name for name in self.manifest.tensors if self.extent(name) is not None]
-
-    def __str__(self) -> str:
-        base = "" if self.kind == "snapshot" else f"{self.manifest.base}->"
-        return f"{self.kind} {base}{self.manifest.version}"
-
-
-def manifest_key(version: int) -> str:
-    return f"{MANIFESTS}{version:015d}.json"
-
-
-def object_key(version: int, kind: Kind) -> str:
-    """Return a key that carries this process's mark, so that orphans show whether it lives."""
-    return f"{OBJECTS}{version:015d}.{kind}.{leftovers.writer_mark()}"
-
-
-def _check_entry(name: str, entry: Entry) -> None:
-    """Raise for an unknown kind of tensor, and for a change that is longer than its tensor."""
-    try:
-        nbytes = math.prod(check_shape(entry.shape)) * ELEMENT_BYTES[entry.dtype]
-    except (ValueError, KeyError) as error:
-        raise needs_snapshot(f"{name} is said to be {entry.dtype}{list(entry.shape)}.") from error
-    for extent in (entry.delta, entry.snapshot):
-        if extent is not None and extent[1] > MAX_OVERHEAD + nbytes:
-            raise needs_snapshot(
-                f"A change of {name} is said to have {extent[1]} bytes, the tensor {nbytes}."
-            )
+def make_read_error(message: str) -> WeightsError:
+    """Return an error of a version that cannot be read."""
+    return WeightsError(message, "Publish the version again, or wait for the next snapshot.")
 
 
 class DeltaVersions:
-    """The versions in a store, and the chains of objects that lead from one to another."""
+    """The versions below a directory."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, root: Path) -> None:
+        self.root = root
 
     def list_versions(self) -> list[int]:
-        """Return all complete versions, oldest first."""
-        names = [key.removeprefix(MANIFESTS)[:-5] for key in self._store.keys(MANIFESTS)]
-        return sorted(int(name) for name in names if name.isdecimal())
+        """Return the versions that can be read now, oldest first."""
+        names = (_NAME.fullmatch(path.name) for path in self.root.glob("v*"))
+        return sorted(int(name[1]) for name in names if name)
 
-    def read_manifest(self, version: int) -> Manifest:
-        with self._store.open(manifest_key(version)) as blob:
-            if blob.size > MAX_MANIFEST_BYTES:
-                raise needs_snapshot(f"The manifest of version {version} is too large.")
-            data = blob.read(0, blob.size)
+    def path(self, version: int) -> Path:
+        return self.root / f"v{version}"
+
+    def read_manifest(self, version: int, identity: str = "") -> DeltaManifest:
+        """Return the manifest of a version, which must have this identity if one is given."""
+        path = self.path(version) / MANIFEST
         try:
-            manifest = msgspec.json.decode(data, type=Manifest)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise WeightsError(
-                f"The manifest of version {version} is damaged ({error})."
-            ) from error
-        manifest.check(version)
+            manifest = msgspec.json.decode(read_plain(path, MAX_MANIFEST_BYTES), type=DeltaManifest)
+            for entry in manifest.tensors.values():
+                check_shape(entry.shape)
+                ELEMENT_BYTES[entry.dtype]
+        except FileNotFoundError as error:
+            raise make_read_error(f"Version {version} is not in {self.root}.") from error
+        except OSError as error:
+            raise WeightsError(f"{path} cannot be read: {reason(error)}.") from error
+        except (msgspec.DecodeError, ValueError, KeyError, RecursionError) as error:
+            raise make_read_error(f"The manifest of version {version} is damaged.") from error
+        if manifest.version != version or identity not in ("", manifest.identity):
+            raise make_read_error(f"{self.path(version)} has another version than expected.")
         return manifest
 
-    def find_chain(self, held: int | None, wanted: int) -> list[Step]:
-        """Return the steps with the fewest bytes from `held` (or from nothing) to `wanted`."""
-        if held == wanted:
-            return []
-        chains: list[list[Step]] = []
-        deltas: list[Step] = []
-        version = wanted
-        # Walk back from `wanted`: every snapshot on the way starts a chain, and so does `held`.
-        while True:
-            try:
-                manifest = self.read_manifest(version)
-            except WeightsError:
-                if chains:
-                    break  # a chain that does not need this version is already known
-                raise
-            if manifest.snapshot is not None:
-                chains.append([Step("snapshot", manifest), *deltas])
-            if manifest.base is None or manifest.delta is None or (chains and held is None):
+    def find_deltas(self, served: DeltaManifest, wanted: DeltaManifest) -> list[DeltaManifest]:
+        """Return the versions whose deltas lead from one version to another."""
+        steps: list[DeltaManifest] = []
+        start, at = served.as_base(), wanted
+        while at.as_base() != start:
+            steps.append(at)
+            if at.base == start:
                 break
-            deltas = [Step("delta", manifest), *deltas]
-            if manifest.base == held:
-                chains.append(deltas)
-                break
-            version = manifest.base
-        if not chains:
-            raise WeightsError(f"Nothing leads to version {wanted}.", "Publish a snapshot.")
-        return min(chains, key=lambda steps: sum(step.object.size for step in steps))
+            if at.base is None or at.base.version <= start.version:
+                raise make_read_error(f"No deltas lead from there to version {wanted.version}.")
+            at = self._read_base(at, at.base)
+        return steps[::-1]
 
-    def read_runs(
-        self, names: Mapping[str, object], step: Step, last: Manifest
-    ) -> Iterator[tuple[Tensor, list[Encoded]]]:
-        """Yield the changes of a step, in the memory that many of them were read into at once."""
-        with self._open(names, step, last) as blob:
-            for start, size, run_names in _split_runs(step):
-                if start + size > blob.size:  # before memory is allocated for it
-                    raise needs_snapshot(f"The {step} is cut short.")
-                run = allocate_pinned(size)
-                view = memoryview(run.numpy())
-                pieces = [
-                    (start + at, view[at : at + _PIECE_BYTES])
-                    for at in range(0, size, _PIECE_BYTES)
-                ]
-                map_in_order(lambda piece: blob.read_into(*piece), pieces, threads=count_threads())
-                changes = []
-                for name in run_names:
-                    at, length = step.locate(name)
-                    encoded = decode(view[at - start : at - start + length])
-                    changes.append(_check_announced(encoded, name, step))
-                yield run, changes
+    def find_snapshot(self, wanted: DeltaManifest) -> list[DeltaManifest]:
+        """Return the newest version with a snapshot, and those whose deltas lead to `wanted`."""
+        chain = [wanted]
+        while not chain[-1].has_snapshot:
+            if chain[-1].base is None:
+                raise make_read_error(f"No snapshot leads to version {wanted.version}.")
+            chain.append(self._read_base(chain[-1], chain[-1].base))
+        return chain[::-1]
 
-    @contextmanager
-    def _open(self, names: Mapping[str, object], step: Step, last: Manifest) -> Iterator[Blob]:
-        """Open the object of a step."""
-        _check_names(names, step.manifest)
-        if step.manifest.headers() != last.headers():
-            raise needs_snapshot(f"The {step} is of another model than the steps after it.")
-        with self._store.open(step.object.key) as blob:
-            if blob.size != step.object.size:
-                raise needs_snapshot(
-                    f"The {step} has {blob.size} bytes instead of {step.object.size}."
-                )
-            yield blob
+    def _read_base(self, manifest: DeltaManifest, base: Base) -> DeltaManifest:
+        if base.version >= manifest.version:  # else a chain could run in circles
+            raise make_read_error(f"Version {manifest.version} claims to follow {base.version}.")
+        return self.read_manifest(base.version, base.identity)
 
+    @contextlib.contextmanager
+    def write(self, version: int, *, durable: bool) -> Iterator[Path]:
+        """Yield an empty directory, which becomes the version's when the block ends.
 
-def map_in_order(
-    work: Callable[[Item], Result], items: Sequence[Item], *, threads: int
-) -> list[Result]:
-    """Call `work` with each item, in threads if there are several; raise its first error."""
-    threads = min(threads, len(items))
-    if threads <= 1:
-        return list(map(work, items))
-    with ThreadPoolExecutor(threads) as pool:
+        Without `durable`, nothing waits for the disk."""
+        scratch = self.root / leftovers.scratch_name(f"v{version}")
         try:
-            return list(pool.map(work, items))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+            scratch.mkdir(parents=True)
+            yield scratch
+            if durable:
+                sync(scratch)
+            scratch.rename(self.path(version))
+            if durable:
+                sync(self.root)
+        except OSError as error:
+            raise WeightsError(
+                f"Version {version} cannot be written to {self.root}: {error.strerror}.",
+                "Free some space, or keep fewer versions.",
+            ) from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def remove(self, version: int) -> None:
+        # Renamed first, so that no reader finds half of it.
+        trash = self.root / leftovers.scratch_name(f"v{version}", leftovers.TRASH)
+        with contextlib.suppress(OSError):
+            self.path(version).rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what dead publishers were writing or removing."""
+        for path in self.root.glob(".v*"):
+            with contextlib.suppress(OSError):
+                newest = max(file.stat().st_mtime for file in (path, *path.iterdir()))
+                if leftovers.is_abandoned(path.name, time.time() - newest):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
-def _split_runs(step: Step) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield where changes lie without a gap: the first byte, the number of bytes, the tensors."""
-    start = end = 0
-    names: list[str] = []
-    for name in sorted(step.list_tensors(), key=step.locate):
-        at, size = step.locate(name)
-        if names and (at != end or end + size - start > _RUN_BYTES):
-            yield start, end - start, names
-            names = []
-        if not names:
-            start = at
-        names.append(name)
-        end = at + size
-    if names:
-        yield start, end - start, names
+class StoredBytes:
+    """A file of a version, open for reading."""
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self._path, self._handle = path, handle
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Return the bytes from `start` to `end`, or raise; threads read large pieces."""
+        size = os.fstat(self._handle).st_size
+        if end > size:  # before memory is allocated for it
+            raise make_read_error(f"{self._path} is cut short: it has {size} bytes.")
+        memory = allocate_pinned(end - start)
+        view = memoryview(memory.numpy())
+
+        def read_piece(at: int) -> None:
+            piece, place = view[at : at + _PIECE_BYTES], start + at
+            while len(piece):
+                count = os.preadv(self._handle, [piece], place)
+                if count == 0:
+                    raise make_read_error(f"{self._path} became shorter while it was read.")
+                piece, place = piece[count:], place + count
+
+        map_in_threads(read_piece, range(0, len(view), _PIECE_BYTES))
+        return memory
 
 
-def _check_names(state: Mapping[str, object], manifest: Manifest) -> None:
-    different = sorted(state.keys() ^ manifest.tensors.keys()) if state else []
-    if different:
+@contextlib.contextmanager
+def open_stored(path: Path) -> Iterator[StoredBytes]:
+    """Open a file of a version."""
+    try:
+        with open_plain(path) as handle:
+            yield StoredBytes(path, handle)
+    except OSError as error:
         raise WeightsError(
-            f"Version {manifest.version} and the held one differ in {', '.join(different[:5])}.",
-            "They are different models.",
-        )
-
-
-def _check_announced(encoded: Encoded, name: str, step: Step) -> Encoded:
-    """Raise unless a change is the one that the manifest announces."""
-    header, entry = encoded.header, step.manifest.tensors[name]
-    base = None if header.places == "whole" else step.manifest.base
-    expected = (name, entry.dtype, entry.shape, entry.digest, step.manifest.version, base)
-    actual = (header.name, header.dtype, header.shape, header.digest, header.version, header.base)
-    if expected != actual:
-        raise needs_snapshot(f"The {step} has another tensor where {name} should be.")
-    return encoded
+            f"{path} cannot be read: {reason(error)}.",
+            "It may have been removed; refit to a newer version.",
+        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollway.fleet.stages import split_in_shares, split_in_stages
+from rollway.fleet.refit import split_in_shares, split_in_stages
 from rollway.rollout.sampling import Sampling
 from tests.unit.fleet.refit_machine import machine
 
@@ -41,7 +41,7 @@ def test_rolling_moves_a_share_of_each_role(workers: str, shares: list[list[str]
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_of_either_role_is_moved_before_it_gets_requests(role: str) -> None:
-    with machine(shape="pools", verifying=True, staging=True, orders=True, count=1) as m:
+    with machine(kind=("managed", "pools"), count=1) as m:
         run, process, world = m.loop.run_until_complete, m.processes[0], m.world
         assert run(process.refit(1)) == "done"
         next(worker for worker in world.workers.values() if worker.role == role).die()

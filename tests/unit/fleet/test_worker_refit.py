@@ -1,4 +1,4 @@
-"""How many calls a refit by orders makes, and what it does when a worker does not play along.
+"""How many calls a refit makes, and what it does when a worker does not play along.
 
 On the simulated fleet of sim_fleet.py; test_refit_machine.py has the promises of every refit."""
 
@@ -9,17 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rollway.fleet import worker_order
-from rollway.fleet.discovery import Worker
-from rollway.fleet.membership import Membership
+from rollway.fleet import worker_refit
 from rollway.fleet.report import RefitMode
+from rollway.fleet.workers import Membership, Worker
 from rollway.versions import taint_of
 from tests.unit.fleet import sim_fleet
 from tests.unit.fleet.coordinator import Coordinator
 from tests.unit.fleet.refit_machine import RefitMachine, machine
 from tests.unit.fleet.sim_fleet import SimUpdate
-
-ORDERS = {"verifying": True, "staging": True, "orders": True}
 
 
 def refit(m: RefitMachine, version: int, mode: RefitMode = "pause-all") -> None:
@@ -40,7 +37,7 @@ def start_until_ordered(m: RefitMachine, version: int) -> asyncio.Task[str]:
 def test_a_later_refit_makes_two_calls_to_each_worker_and_lists_none(
     mode: RefitMode, is_busy: bool
 ) -> None:
-    with machine(**ORDERS) as m:
+    with machine() as m:
         for worker in m.world.workers.values():
             worker.sticky = False
             worker.load_seconds = 3.0  # less than one order to stage may wait
@@ -60,7 +57,7 @@ def test_a_later_refit_makes_two_calls_to_each_worker_and_lists_none(
 
 
 def test_the_report_has_the_number_of_calls() -> None:
-    with machine(**ORDERS) as m:
+    with machine() as m:
         refit(m, 1)
         update = SimUpdate(Path("/weights/w2"))
         report = m.loop.run_until_complete(m.processes[0].fleet.refit(2, update))
@@ -69,7 +66,7 @@ def test_the_report_has_the_number_of_calls() -> None:
 
 
 def test_a_worker_that_joins_while_orders_run_is_moved() -> None:
-    with machine(**ORDERS) as m:
+    with machine() as m:
         refit(m, 1)
         task = start_until_ordered(m, 2)
         joiner = m.world.join()
@@ -84,7 +81,7 @@ def test_a_worker_that_dies_in_the_preflight_and_is_listed_no_more_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sim_fleet, "LISTED_DEAD_SECONDS", 0.0)
-    with machine(**ORDERS) as m:
+    with machine() as m:
         refit(m, 1)
         victim = next(iter(m.world.workers.values()))
 
@@ -101,7 +98,7 @@ def test_a_worker_that_dies_in_the_preflight_and_is_listed_no_more_is_gone(
 
 
 def test_a_refit_waits_if_all_workers_are_still_starting() -> None:
-    with machine(**ORDERS) as m:
+    with machine() as m:
         refit(m, 1)
         for worker in m.world.workers.values():  # all of them restarted
             worker.label = worker.engine_label = None
@@ -116,7 +113,7 @@ def test_a_refit_waits_if_all_workers_are_still_starting() -> None:
 
 def test_a_worker_that_gets_its_label_while_orders_run_is_moved() -> None:
     """It was there from the beginning, so nobody joins."""
-    with machine(**ORDERS) as m:
+    with machine() as m:
         refit(m, 1)
         starting = m.world.join(ready_after=1000.0)
         task = start_until_ordered(m, 2)
@@ -128,7 +125,7 @@ def test_a_worker_that_gets_its_label_while_orders_run_is_moved() -> None:
 
 
 def test_a_view_that_hides_joiners_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machine(**ORDERS) as m:
+    with machine() as m:
 
         async def confirm(membership: Membership) -> list[Worker]:
             await m.world.instances()
@@ -145,7 +142,7 @@ def test_a_view_that_hides_joiners_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_worker_that_hangs_with_its_order_is_noticed_soon() -> None:
     """The order itself may take as long as running requests take: 17 minutes."""
-    with machine(**ORDERS, count=1) as m:
+    with machine(count=1) as m:
         refit(m, 1)
         worker = m.world.workers[1]
         task = start_until_ordered(m, 2)
@@ -154,13 +151,13 @@ def test_a_worker_that_hangs_with_its_order_is_noticed_soon() -> None:
         assert m.loop.run_until_complete(task) == "failed"
         assert "in doubt" in m.processes[0].trouble
         # A look, its answer, and the wait for the label of a worker whose answer was lost.
-        assert m.world.now - began < worker_order.WATCH_SECONDS + 60.0
+        assert m.world.now - began < worker_refit.WATCH_SECONDS + 60.0
         m.tried = 2
         m.settles()
 
 
 def test_an_order_never_reaches_a_successor_at_the_address() -> None:
-    with machine(**ORDERS) as m:
+    with machine() as m:
         refit(m, 1)
         process, first = m.processes[0], m.world.workers[1]
 
@@ -185,7 +182,7 @@ def test_an_order_never_reaches_a_successor_at_the_address() -> None:
 
 def test_a_hung_worker_is_found_although_no_listing_was_made() -> None:
     """Nobody is left out: the refit waits for it, as if a listing had shown that it hangs."""
-    with machine(**ORDERS) as m:
+    with machine() as m:
         refit(m, 1)
         m.world.workers[1].hang(20.0)
         outcome = m.loop.run_until_complete(m.processes[0].refit(2))
@@ -196,7 +193,7 @@ def test_a_hung_worker_is_found_although_no_listing_was_made() -> None:
 
 def test_processes_share_nothing_but_the_workers() -> None:
     """A second process has never listed the workers, so it lists them."""
-    with machine(**ORDERS) as m:
+    with machine() as m:
         refit(m, 1)
         other, listings = Coordinator(m.world), m.world.listings
         assert m.loop.run_until_complete(other.refit(2)) == "done"

@@ -11,6 +11,8 @@ import base64
 import contextlib
 import os
 import re
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,16 +23,12 @@ import torch
 from torch import Tensor
 
 from rollway.errors import UsageError, WeightsError
-from rollway.weights.copies import SummedCopies
 from rollway.weights.offer import Count, Entry
 from rollway.weights.transports.entries import (
-    align,
-    lay_out,
+    make_entry,
     map_for_reading,
     map_for_writing,
     open_shared_file,
-    set_checksums,
-    view_entries,
 )
 from rollway.weights.untrusted import is_file_name
 
@@ -70,6 +68,22 @@ def allocate(nbytes: int, device: torch.device, path: Path) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
+def export(memory: Tensor, path: Path) -> Handle:
+    """Return the handle by which others open memory that was allocated here.
+
+    The caller must keep the memory. torch returns it to its allocator only after every reader has
+    released it as well."""
+    if memory.device.type == CPU:
+        return Handle(memory.numel(), file=path.name)
+    try:
+        return _make_handle(_share(memory))
+    except WeightsError as error:
+        raise WeightsError(
+            f"A copy on the GPU cannot be published: {error.message}.",
+            "Use torch's own allocator (no cudaMallocAsync), or another transport.",
+        ) from error
+
+
 def list_segments(device: torch.device) -> list[Segment]:
     """List the allocations of torch's allocator on a GPU."""
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -88,34 +102,19 @@ def export_segment(tensor: Tensor, segment: Segment) -> Handle:
         # torch has handles of its own for it, which a reader may open only if it may debug this
         # process.
         raise WeightsError("in an expandable segment (expandable_segments:True)")
-    storage = tensor.untyped_storage()
+    _, handle, _, offset, *rest = _share(tensor)
+    if tensor.untyped_storage().data_ptr() - offset != segment.address:
+        raise WeightsError("its allocation is not the one that torch's allocator names")
+    return _make_handle((None, handle, segment.nbytes, 0, *rest))
+
+
+def _share(tensor: Tensor) -> tuple[Any, ...]:
     try:
-        _, handle, _, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+        shared: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise WeightsError(f"its memory cannot be shared ({reason})") from error
-    if storage.data_ptr() - offset != segment.address:
-        raise WeightsError("its allocation is not the one that torch's allocator names")
-    whole = (None, handle, segment.nbytes, 0, counter, counter_offset, event, event_sync)
-    return _make_handle(whole)
-
-
-def export(memory: Tensor, path: Path | None = None) -> Handle:
-    """Return the handle by which others open a storage, or the file at `path`.
-
-    The caller must keep the memory. torch returns it to its allocator only after every reader has
-    released it as well."""
-    if memory.device.type == CPU:
-        assert path is not None
-        return Handle(memory.numel(), file=path.name)
-    try:
-        shared = memory.untyped_storage()._share_cuda_()
-    except RuntimeError as error:
-        raise WeightsError(
-            f"Memory of the GPU cannot be shared: {str(error).splitlines()[0]}",
-            "Use torch's own allocator (no cudaMallocAsync), or another transport.",
-        ) from error
-    return _make_handle(shared)
+    return shared
 
 
 def _make_handle(shared: tuple[Any, ...]) -> Handle:
@@ -159,6 +158,23 @@ def open_handle(handle: Handle, device: torch.device, directory: Path) -> Tensor
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
+def _open_file(handle: Handle, directory: Path) -> Tensor:
+    if not is_file_name(handle.file):
+        raise WeightsError(f"{handle.file[:255]!a} is no file of a publisher.")
+    path = directory / handle.file
+    with open_shared_file(path) as (descriptor, status):
+        if status.st_size != handle.nbytes:
+            raise WeightsError(f"{path} does not hold {handle.nbytes} bytes.")
+        return map_for_reading(descriptor, status.st_size)
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:  # not base64, or not even ASCII
+        raise WeightsError("A handle in the offer is malformed.", "Publish it again.") from error
+
+
 @contextlib.contextmanager
 def _without_expandable_segments() -> Iterator[None]:
     """Allocate plain memory, also where the process is configured for expandable segments."""
@@ -197,114 +213,6 @@ def local_device(name: str) -> torch.device:
     )
 
 
-def _open_file(handle: Handle, directory: Path) -> Tensor:
-    if not is_file_name(handle.file):
-        raise WeightsError(f"{handle.file[:255]!a} is no file of a publisher.")
-    path = directory / handle.file
-    with open_shared_file(path) as (descriptor, status):
-        if status.st_size != handle.nbytes:
-            raise WeightsError(f"{path} does not hold {handle.nbytes} bytes.")
-        return map_for_reading(descriptor, status.st_size)
-
-
-def _decode(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError as error:  # not base64, or not even ASCII
-        raise WeightsError("A handle in the offer is malformed.", "Publish it again.") from error
-
-
-_ALIGNMENT = 512
-Signature = list[tuple[str, torch.dtype, torch.Size, tuple[int, ...], int]]
-
-
-def sign(tensors: Mapping[str, Tensor]) -> Signature:
-    """Return what must stay the same for prepared work on tensors to be used again."""
-    return [(name, t.dtype, t.shape, t.stride(), t.data_ptr()) for name, t in tensors.items()]
-
-
-@dataclass(frozen=True, slots=True)
-class _PreparedBucket:
-    """Copies of tensors at known addresses into a bucket."""
-
-    signature: Signature
-    entries: list[Entry]
-    copies: SummedCopies
-
-
-@dataclass(slots=True)
-class Slot:
-    """The memory of one version."""
-
-    number: int
-    directory: Path
-    """Where the files of buckets in CPU memory are."""
-    bucket_bytes: int
-    version: int = -1
-    buckets: list[Tensor] = field(default_factory=list)
-    """As bytes."""
-    handles: list[Handle] = field(default_factory=list)
-    _prepared: dict[int, _PreparedBucket] = field(default_factory=dict)
-    """The copies of the previous version, by bucket."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(handle.nbytes for handle in self.handles)
-
-    def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> list[Entry]:
-        """Copy tensors into the buckets, one bucket at a time; return their entries."""
-        entries: list[Entry] = []
-        names: set[str] = set()
-        number = -1
-        for number, bucket in enumerate(_split_into_buckets(tensors, self.bucket_bytes)):
-            repeated = names & bucket.keys()
-            if repeated:
-                raise UsageError(f"{min(repeated)} came twice.", "Publish each name once.")
-            names |= bucket.keys()
-            prepared = self._prepare(number, bucket)
-            # Checksums exist once the copies are complete: only then may a source be released.
-            entries += set_checksums(prepared.entries, prepared.copies.start_checksums()())
-            bucket.clear()
-        self.release(number + 1)
-        return entries
-
-    def release(self, first: int = 0) -> None:
-        """Release this bucket and those after it."""
-        for handle in self.handles[first:]:
-            if handle.file:
-                (self.directory / handle.file).unlink(missing_ok=True)
-        del self.buckets[first:], self.handles[first:]
-        self._prepared = {n: bucket for n, bucket in self._prepared.items() if n < first}
-
-    def _prepare(self, number: int, tensors: dict[str, Tensor]) -> _PreparedBucket:
-        """Prepare the copies into a bucket, which is allocated again if the tensors do not fit."""
-        signature = sign(tensors)
-        device = find_device((*tensors.values(), *self.buckets[:number]))
-        known = self._prepared.get(number)
-        if (
-            known is not None
-            and known.signature == signature
-            and self.buckets[number].device == device
-        ):
-            return known
-        start = sum(bucket.numel() for bucket in self.buckets[:number])
-        entries, nbytes = lay_out(tensors, _ALIGNMENT, start)
-        size = max(nbytes, _ALIGNMENT)
-        present = [(bucket.numel(), bucket.device) for bucket in self.buckets[number : number + 1]]
-        if present != [(size, device)]:
-            # Released before the new one is allocated: the device may have space for only one.
-            self.release(number)
-            path = self.directory / f"{self.number}.{number}.{os.urandom(4).hex()}"
-            self.buckets.append(allocate(size, device, path))
-            self.handles.append(export(self.buckets[-1], path))
-        targets = view_entries(entries, self.buckets)
-        copies = SummedCopies(list(zip(targets, tensors.values(), strict=True)))
-        prepared = _PreparedBucket(signature, entries, copies)
-        if not copies.keeps_tensors:
-            self._prepared[number] = prepared
-        return prepared
-
-
 def find_device(tensors: Iterable[Tensor]) -> torch.device:
     """Return the device of all tensors; raise `UsageError` if they are on several."""
     devices = {tensor.device for tensor in tensors}
@@ -316,20 +224,75 @@ def find_device(tensors: Iterable[Tensor]) -> torch.device:
     return devices.pop()
 
 
-def _split_into_buckets(
-    tensors: Iterable[tuple[str, Tensor]], most: int
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of one bucket at a time; a tensor longer than `most` has its own."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if name in bucket:
-            raise UsageError(f"{name} came twice.", "Publish each name once.")
-        if size and size + tensor.nbytes > most:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += align(tensor.nbytes, _ALIGNMENT)
-        del tensor  # the caller clears the bucket: no reference may stay here
-    if bucket:
-        yield bucket
+@dataclass(slots=True)
+class InPlace:
+    """Tensors that are published from their own memory, and those that cannot be.
+
+        tensors ──► allocations of torch's allocator ──► one IPC handle for each
+        a, b, c     [ a │ b │ … ] [ c ]                  a tensor is an offset in one of them
+
+    Many small tensors share one allocation, and a reader opens each allocation once. Memory of
+    torch's expandable segments, and of allocators that map memory themselves (vLLM's cumem), has no
+    such handle. Those tensors are refused here, with the reason, and the publisher copies them.
+    """
+
+    tensors: dict[str, Tensor]
+    """All of them, also those that are refused."""
+    entries: list[Entry] = field(default_factory=list)
+    """Offsets count through the memory of all handles."""
+    handles: list[Handle] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """The reason for each tensor that must be copied."""
+
+    def is_of(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether these tensors are where they were."""
+        return _sign(tensors) == _sign(self.tensors)
+
+    def explain_refused(self) -> str:
+        """Return how many tensors are copied and why, most frequent reason first; or nothing."""
+        counts = Counter(self.refused.values()).most_common()
+        return "; ".join(f"{count} tensors: {reason}" for reason, count in counts)
+
+
+def _sign(tensors: Mapping[str, Tensor]) -> list[Any]:
+    return [(name, t.dtype, t.shape, t.stride(), t.data_ptr()) for name, t in tensors.items()]
+
+
+def find_in_place(tensors: Mapping[str, Tensor]) -> InPlace:
+    """Find the memory of tensors on one GPU, and export it."""
+    placed = InPlace(dict(tensors))
+    if not tensors:
+        return placed
+    device = find_device(tensors.values())
+    if device.type == CPU:
+        placed.refused = dict.fromkeys(tensors, "in CPU memory")
+        return placed
+    segments = sorted(list_segments(device))
+    starts: dict[int, int] = {}
+    """By the address of an exported segment: where it begins in the memory of all handles."""
+    for name, tensor in tensors.items():
+        try:
+            segment = _find_segment(tensor, segments)
+            if segment.address not in starts:
+                handle = export_segment(tensor, segment)
+                starts[segment.address] = sum(other.nbytes for other in placed.handles)
+                placed.handles.append(handle)
+        except WeightsError as error:
+            placed.refused[name] = error.message
+            continue
+        offset = starts[segment.address] + tensor.data_ptr() - segment.address
+        placed.entries.append(make_entry(name, tensor, offset))
+    return placed
+
+
+def _find_segment(tensor: Tensor, segments: list[Segment]) -> Segment:
+    """Return the allocation that contains a tensor; segments are in the order of addresses."""
+    if not tensor.is_contiguous():
+        raise WeightsError("not contiguous")
+    if not tensor.nbytes:
+        raise WeightsError("empty")
+    address = int(tensor.data_ptr())
+    number = bisect_right(segments, address, key=lambda segment: segment.address) - 1
+    if number < 0 or address + tensor.nbytes > segments[number].address + segments[number].nbytes:
+        raise WeightsError("not in memory of torch's allocator")
+    return segments[number]
