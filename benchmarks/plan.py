@@ -1,9 +1,9 @@
-"""`rollway bench plan`: the time to plan transfers of large models, and the size of the plans.
+"""`rollway bench plan`: the time to say what a refit of a large model over nixl would move.
 
 Layouts are built from config numbers, so nothing is downloaded and no weights are in memory.
-`seconds` is the time from the trainer ranks' offers and the model's tensors to the plan: the best
-of several runs, because the work is always the same but other processes disturb it.
-`layout_seconds` is the time to describe the trainer ranks, which a running trainer does once.
+`seconds` is the time from the pieces that the trainer's ranks publish to what each rank of the
+engine reads: the best of several runs, because the work is always the same but other processes
+disturb it. `layout_seconds` is the time to describe the trainer's ranks.
 """
 
 from __future__ import annotations

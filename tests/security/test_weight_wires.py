@@ -343,7 +343,7 @@ def test_a_catalog_request_whose_order_is_no_text() -> None:
         for order in (b"\xff\xfe", b"[" * 5000, b"{}", b'{"mac":"\xff"}', b'"\\ud800"'):
             with socket.create_connection((host, int(port)), 10) as line:
                 headers = f"{ORDER_HEADER}: ".encode() + order + b"\r\n"
-                line.sendall(b"POST /v1/end_turn HTTP/1.1\r\nHost: x\r\n" + headers)
+                line.sendall(b"POST /v1/withdraw HTTP/1.1\r\nHost: x\r\n" + headers)
                 line.sendall(b"Content-Length: 0\r\n\r\n")
                 answer = http.client.HTTPResponse(line)
                 answer.begin()
@@ -370,7 +370,7 @@ def test_an_invalid_catalog_call() -> None:
 def test_a_catalog_that_answers_nonsense(body: bytes) -> None:
     sealed = Answering(lambda number: (body, sign_bytes("s", f"answer {number}", body)))
     with sealed as url, pytest.raises(WeightsError, match="cannot be read"):
-        Catalog(url, secret="s").end_turn("r")
+        Catalog(url, secret="s").withdraw(1, "r")
 
 
 @pytest.mark.timeout(60)
@@ -381,7 +381,7 @@ def test_a_catalog_that_answers_byte_by_byte(part: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(catalog, "_CALL_SECONDS", 0.5)
     slow = Answering(lambda _: (b"x" * 4000, {}), slow=part)
     with slow as url, pytest.raises(WeightsError, match="no answer within"):
-        Catalog(url, secret="s").end_turn("r")
+        Catalog(url, secret="s").withdraw(1, "r")
 
 
 class Answering:
@@ -425,7 +425,7 @@ class Answering:
 @pytest.mark.parametrize("url", ["http://[", "http://h:99999", "ftp://h", "http://", "x" * 5000])
 def test_an_offer_with_an_unreachable_catalog(url: str) -> None:
     with pytest.raises(RollwayError):
-        open_catalog({"catalog": url}, secret="s").end_turn("r")
+        open_catalog({"catalog": url}, secret="s").withdraw(1, "r")
 
 
 def test_a_listing_of_impossible_numbers() -> None:

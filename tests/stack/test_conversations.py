@@ -17,7 +17,6 @@ from tests.stack.policies import Policy
 pytestmark = pytest.mark.stack
 
 TURNS = 3
-WIRES = ["completions", "generate"]
 
 
 def _tool_turn(rng: random.Random, last: bool) -> list[dict[str, Any]]:
@@ -74,25 +73,19 @@ def test_no_turn_of_many_conversations_loses_a_token(
         assert all(bit or not logprob for bit, logprob, _ in hot)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_teacher_scores_as_torch_does(
-    tool_stack: rollway.Stack, tool_model: Path, wire: str
-) -> None:
+def test_a_teacher_scores_as_torch_does(tool_stack: rollway.Stack, tool_model: Path) -> None:
     policy, rng = Policy(tool_model), random.Random(1)
     sequences = [[rng.randrange(250) for _ in range(rng.randrange(2, 200))] for _ in range(16)]
-    for scores, ids in zip(tool_stack.teacher(wire=wire).score(sequences), sequences, strict=True):
+    for scores, ids in zip(tool_stack.teacher().score(sequences), sequences, strict=True):
         expected = policy.logprobs(ids[:1], ids[1:])
         assert scores.token_ids == ids and scores.logprobs[0] is None
         scored = [logprob for logprob in scores.logprobs[1:] if logprob is not None]
         assert max(abs(a - b) for a, b in zip(scored, expected, strict=True)) < 1e-4
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_every_wire_gives_the_same_rollouts(
-    tool_stack: rollway.Stack, tool_model: Path, wire: str
-) -> None:
+def test_rollouts_are_those_of_the_model(tool_stack: rollway.Stack, tool_model: Path) -> None:
     policy, prompt = Policy(tool_model), list(range(40))
     sampling = Sampling(max_tokens=32, ignore_eos=True)
-    for rollout in tool_stack.rollouts(wire=wire).generate(prompt, sampling, n=4):
+    for rollout in tool_stack.rollouts().generate(prompt, sampling, n=4):
         assert rollout.weight_version == 0 and rollout.finish_reason == "length"
         assert policy.distance(prompt, rollout.token_ids, rollout.logprobs or []) < 1e-4

@@ -190,7 +190,7 @@ def test_why_there_are_canaries_only_is_said(base_model: Path) -> None:
         done = examine("plain")
     notes = {f.what: f.cause for f in done.findings if f.level == "note"}
     assert list_problems(done) == {}
-    assert "2 workers have no Rollway in their engine" in notes["proof"]
+    assert "2 workers are foreign ones" in notes["proof"]
     assert notes["record"] == "nothing is recorded"
 
 

@@ -38,31 +38,31 @@ ORDER = [
 ]
 """From the bottom to the top, as in docs/architecture.md."""
 
-MOST_LINES, MOST_MODULES = 48_110, 283
+MOST_LINES, MOST_MODULES = 43_760, 260
 """Of the whole package: lines with code on them. Comments and docstrings are free."""
 
 BUDGET = {
-    "base": (16, 2_510),
+    "base": (16, 2_490),
     "cli": (15, 1_630),
     "demo": (6, 690),
-    "engine": (23, 3_850),
-    "fleet": (17, 3_290),
+    "engine": (19, 3_370),
+    "fleet": (13, 2_870),
     "gateway": (12, 2_350),
     "integrations/curator": (5, 640),
     "integrations/nemo_rl": (16, 2_580),
     "integrations/prime_rl": (15, 2_380),
     "integrations/verl": (14, 1_470),
     "kubernetes": (23, 4_190),
-    "observe": (29, 5_170),
-    "rollout": (11, 1_820),
-    "stack": (16, 3_460),
-    "stack/ray": (10, 1_950),
-    "weights": (48, 8_740),
+    "observe": (29, 5_150),
+    "rollout": (11, 1_800),
+    "stack": (16, 3_450),
+    "stack/ray": (10, 1_940),
+    "weights": (46, 7_900),
 }
 """The most modules and lines of each package: what it has, as long as that is more than the plan of
 the code gives it. A package may shrink, and not grow; a new one needs an entry."""
 
-MOST_SHARED_CLASSES, MOST_SHARED_FILES = 22, 27
+MOST_SHARED_CLASSES, MOST_SHARED_FILES = 16, 22
 """How many names are those of several classes, or of several files: what the package has. A new
 class or file has a name of its own."""
 

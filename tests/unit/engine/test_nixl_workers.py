@@ -227,10 +227,10 @@ def test_workers_receive_from_the_first_one_when_the_trainer_is_dead(cleanup: Ex
     assert trainer_bytes(readers) == offer.nbytes
 
 
-def test_a_receiver_that_died_during_its_turn_delays_others_briefly(
+def test_a_receiver_that_died_delays_others_briefly(
     cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_reader, "TURN_SECONDS", 0.5)
+    monkeypatch.setattr(nixl_reader, "WAIT_SECONDS", 0.5)
     trainer = cleanup.enter_context(Trainer(fanout=True))
     offer = trainer.publish(0)
     assert Catalog(str(offer.where["catalog"])).look_up(0, receiver="dead")
@@ -249,6 +249,9 @@ def test_a_released_version_is_not_served(cleanup: ExitStack) -> None:
     receive(reader, offer)
     assert [listing.role for listing in catalog.look_up(0)] == ["receiver"]
     reader.release()
+    assert [listing.role for listing in catalog.look_up(0)] == ["trainer"]
+    receive(reader, offer)
+    receive(reader, trainer.publish(1))  # into the memory of the version before
     assert [listing.role for listing in catalog.look_up(0)] == ["trainer"]
 
 

@@ -38,7 +38,7 @@ from rollway.weights.transports.nixl.listing import Listing
 from rollway.weights.transports.nixl.modelexpress import open_catalog
 
 WORD = "a secret of this test"
-CALLS = ("announce", "withdraw", "look_up", "end_turn")
+CALLS = ("announce", "withdraw", "look_up")
 
 
 @pytest.fixture
@@ -142,42 +142,38 @@ def test_receivers_that_serve_relieve_the_trainer() -> None:
     assert {find_source(versions) for _ in range(100)} == {"r1", "r2"}
 
 
-def test_receivers_that_arrive_at_once_take_turns(server: CatalogServer) -> None:
+def test_receivers_that_arrive_at_once_form_a_tree(server: CatalogServer) -> None:
     """The trainer serves one receiver; each receiver that has the version serves two at a time."""
     client = Catalog(server.url, secret=WORD)
 
-    def take_turn(receiver: str, *without: str) -> str:
+    def find_own(receiver: str, *without: str) -> str:
         return client.look_up(1, without, receiver)[0].source
 
     client.announce(listing())
     for _ in range(2):
-        client.look_up(1)  # reads headers only, and must not block a turn
-    assert take_turn("r2") == take_turn("r2") == "t0"
+        client.look_up(1)  # reads headers only, and must not keep others from the trainer
+    assert find_own("r2") == find_own("r2") == "t0"
     for _ in range(2):
         with pytest.raises(NotYet, match="serving others"):
-            take_turn("r1")
+            find_own("r1")
     client.announce(served(1, "r2"))
-    client.end_turn("r2")
-    assert take_turn("r1") == take_turn("r3") == "r2"
+    assert find_own("r1") == find_own("r3") == "r2"
     with pytest.raises(NotYet, match="serving others"):
-        take_turn("r4")
-    assert client.look_up(1)[0].source == "r2"  # without waiting for a turn
-    client.end_turn("r1")
-    assert take_turn("r4") == "r2"
-    assert take_turn("r5", "r2") == "t0"
+        find_own("r4")
+    assert client.look_up(1)[0].source == "r2"  # without waiting
+    client.announce(served(1, "r1"))  # it reads no more
+    assert [find_own(name) for name in ("r4", "r5", "r6")].count("r2") == 1
+    assert find_own("r7", "r1", "r2") == "t0"
 
 
-def test_a_receiver_that_fails_gives_up_its_turn() -> None:
+def test_a_version_that_is_published_again_serves_anew() -> None:
     versions = ListedVersions()
-    versions.announce(listing())
-    assert find_source(versions, "r1") == "t0"
-    with pytest.raises(WeightsError, match="Nobody else has version 1"):
-        find_source(versions, "r1", "t0")
-    versions.end_turn("r1")
-    assert find_source(versions, "r2") == "t0"
-    versions.withdraw(1, "t0")
-    versions.announce(listing())  # the version is published again
-    assert find_source(versions, "r3") == "t0"
+    for receiver in ("r1", "r2"):
+        versions.announce(listing())
+        assert find_source(versions, receiver) == "t0"
+        with pytest.raises(WeightsError, match="Nobody else has version 1"):
+            find_source(versions, receiver, "t0")
+        versions.withdraw(1, "t0")
 
 
 def test_receivers_come_and_go() -> None:
@@ -234,7 +230,7 @@ def test_a_call_without_part_of_its_order_is_refused(server: CatalogServer, lost
 def test_a_signed_call_cannot_be_sent_again_elsewhere_or_changed(server: CatalogServer) -> None:
     body = msgspec.msgpack.encode([listing()])
     headers = sign_bytes(WORD, "/v1/announce", body)
-    assert sent(server, "/v1/withdraw", body, headers)[0] == 401
+    assert sent(server, "/v1/look_up", body, headers)[0] == 401
     assert sent(server, "/v1/announce", body, headers)[0] == 200
     status, text, _ = sent(server, "/v1/announce", body, headers)
     assert (status, text) == (401, b"This call is refused: sent before.")
@@ -257,14 +253,14 @@ def test_an_old_call_is_refused(server: CatalogServer, monkeypatch: pytest.Monke
 
 
 def test_an_answer_belongs_to_one_call(server: CatalogServer) -> None:
-    body = msgspec.msgpack.encode(["r"])
-    headers = sign_bytes(WORD, "/v1/end_turn", body)
-    status, raw, order = sent(server, "/v1/end_turn", body, headers)
+    body = msgspec.msgpack.encode([1, "r"])
+    headers = sign_bytes(WORD, "/v1/withdraw", body)
+    status, raw, order = sent(server, "/v1/withdraw", body, headers)
     assert status == 200 and open_answer(headers, raw, order) == Answer()
     with pytest.raises(OrderRefused):
         open_answer(headers, raw + b"\0", order)
     with pytest.raises(OrderRefused):
-        open_answer(sign_bytes(WORD, "/v1/end_turn", body), raw, order)
+        open_answer(sign_bytes(WORD, "/v1/withdraw", body), raw, order)
 
 
 def test_a_changed_answer_is_refused(server: CatalogServer) -> None:
@@ -283,7 +279,7 @@ def test_a_changed_answer_is_refused(server: CatalogServer) -> None:
     with HTTPServer(("127.0.0.1", 0), Forger) as between:
         threading.Thread(target=between.serve_forever, daemon=True).start()
         client = Catalog(f"http://127.0.0.1:{between.server_port}", secret=WORD)
-        client.end_turn("r")  # an answer that it does not change is accepted
+        client.withdraw(1, "r")  # an answer that it does not change is accepted
         with pytest.raises(WeightsError, match="secret"):
             client.look_up(1)
         between.shutdown()
@@ -370,7 +366,7 @@ def test_an_interrupt_does_not_wait_for_a_catalog_that_hangs() -> None:
         from rollway.weights.transports.nixl import catalog
         signal.signal(signal.SIGINT, signal.default_int_handler)
         catalog._CALL_SECONDS = 600.0
-        catalog.Catalog(sys.argv[1], secret="a secret").end_turn("r")
+        catalog.Catalog(sys.argv[1], secret="a secret").withdraw(1, "r")
     """
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         hanging.settimeout(60)

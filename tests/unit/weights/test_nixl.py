@@ -234,8 +234,8 @@ def test_a_read_ahead_that_fails_unseen_does_not_disturb_the_next_version(
 def test_a_receiver_serves_others_when_the_trainer_dies(
     reader: NixlReader, small_windows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The second holds the trainer while it reads, and the first does not wait for its turn.
-    monkeypatch.setattr(nixl_reader, "TURN_SECONDS", 0.5)
+    # The second is the one that reads from the trainer, and the first does not wait for long.
+    monkeypatch.setattr(nixl_reader, "WAIT_SECONDS", 0.5)
     with (
         CatalogServer() as catalog,
         Trainer(catalog=catalog.url, fanout=True) as trainer,

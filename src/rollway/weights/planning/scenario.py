@@ -77,37 +77,30 @@ def plan_scenario(model: Path, source: str, target: str) -> dict[str, Total]:
 def plan(published: Published, headers: Headers, rank: EngineRank) -> Total:
     """Return what a rank of an engine reads of tensors that are published in these pieces."""
     parameters: dict[str, str] = {}
-    boxes: dict[str, Box | None] = {}
+    inside: dict[str, list[Box]] = {}  # The pieces that have an element of the rank's part
+    total, received_whole = Total(), set()
     for name, header in headers.items():
         try:
             parameters[name], part = part_of(name, headers, rank)
-            boxes[name] = part.box if part else None
+            box = part.box if part else None
         except (UsageError, IndexError):  # without a rule, it is received whole
-            parameters[name], boxes[name] = name, Box.whole(header.shape)
-    # A part of a piece cannot be verified, and the tensors of a parameter are verified together.
-    received_whole = {
-        parameters[name]
-        for name, box in boxes.items()
-        if box is not None and not _is_made_of(published[name], box)
-    }
-    total = Total()
-    for name, box in boxes.items():
-        size = ELEMENT_BYTES[headers[name].dtype]
-        total.needed += box.elements * size if box else 0
-        if parameters[name] in received_whole:
-            box = Box.whole(headers[name].shape)
-        for piece in _list_inside(published[name], box) if box else ():
+            parameters[name], box = name, Box.whole(header.shape)
+        inside[name] = _list_inside(published[name], box) if box else []
+        if box:
+            total.needed += box.elements * ELEMENT_BYTES[header.dtype]
+            # A part of a piece cannot be verified, nor one tensor of a parameter alone.
+            if sum(piece.elements for piece in inside[name]) != box.elements:
+                received_whole.add(parameters[name])
+    for name, header in headers.items():
+        is_whole = parameters[name] in received_whole
+        for piece in published[name] if is_whole else inside[name]:
             total.reads += 1
-            total.sources[published[name][piece]] += piece.elements * size
+            size = piece.elements * ELEMENT_BYTES[header.dtype]
+            total.sources[published[name][piece]] += size
     return total
 
 
-def _is_made_of(published: Mapping[Box, str], box: Box) -> bool:
-    return all(piece.intersect(box) == piece for piece in _list_inside(published, box))
-
-
 def _list_inside(published: Mapping[Box, str], box: Box) -> list[Box]:
-    """Return the pieces that have an element of a box."""
     return [box] if box in published else [piece for piece in published if piece.intersect(box)]
 
 

@@ -57,8 +57,7 @@ log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 16 << 20
 """A chunk ends with the tensor by which it exceeds `bucket_bytes`; a tensor that is a chunk alone
-is sent from its own memory, others are joined in a copy. Over gloo, 64 MiB took a third longer:
-there is less to do while a chunk is under way."""
+is sent from its own memory, others are joined in a copy. Over gloo, 64 MiB took longer."""
 _RETRY = "Publish the version again; workers still serve the previous one."
 _CONNECT_SECONDS = 3.0
 _GRACE_SECONDS = 5.0

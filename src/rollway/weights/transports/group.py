@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 import torch
@@ -175,15 +175,8 @@ def find_address_towards(host: str, port: int) -> str:
 # --- the group -----------------------------------------------------------------------------------
 
 
-class Channel(Protocol):
-    """Broadcasts bytes from rank 0."""
-
-    def broadcast(self, flat: Tensor) -> None:
-        """Send bytes, or receive them into `flat`; every rank calls this with as many."""
-
-
 class Group:
-    """A rank's membership: a `Channel`.
+    """A rank's membership.
 
     Nothing but this object references the backend or its pending work, so that `close` ends both
     even while somebody keeps an exception and the frames in its traceback."""
@@ -261,7 +254,7 @@ class Group:
         raise BrokenOff(f"The broadcast broke off: {problem}.")
 
 
-def send(group: Channel, messages: Iterable[Tensor]) -> int:
+def send(group: Group, messages: Iterable[Tensor]) -> int:
     """Broadcast messages from rank 0, and return their bytes."""
     nbytes = 0
     for flat in messages:

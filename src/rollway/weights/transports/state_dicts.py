@@ -38,7 +38,6 @@ from rollway.weights.offer import Count, Dims, Text
 from rollway.weights.transports.base import NamedTensor
 from rollway.weights.transports.group import (
     BrokenOff,
-    Channel,
     Group,
     Place,
     connect_store,
@@ -137,9 +136,9 @@ def read_list(raw: bytes) -> list[tuple[torch.dtype, Entries]]:
 
 @dataclass(slots=True)
 class Receiver:
-    """Receives one broadcast; rank 0 of the channel sends it."""
+    """Receives one broadcast; rank 0 of the group sends it."""
 
-    channel: Channel
+    group: Group
     device: torch.device
     expected: Mapping[str, TensorHeader]
     """The tensors of the served model; dtypes may differ."""
@@ -224,5 +223,5 @@ class Receiver:
                 f"The trainer sends more than {self.max_bytes} bytes, which the model cannot have."
             )
         flat = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.channel.broadcast(flat)
+        self.group.broadcast(flat)
         return flat

@@ -4,7 +4,7 @@
                                                       ◄── announce, withdraw ── those that serve
 
 A version can be found once all ranks of the trainer have announced it, or a receiver that serves
-peers has all of it. Receivers that all arrive at once take turns, and then form a tree:
+peers has all of it. Receivers that all arrive at once wait for a source, and then form a tree:
 
     trainer ──► r0 ──► r1 ──► r3, r4       the trainer serves one receiver at a time,
                  └───► r2 ──► r5, r6       a receiver that has the version serves two
@@ -57,21 +57,21 @@ _PEERS = 2
 
 
 class NotYet(WeightsError):
-    """The version may still come: not all ranks have announced it, or all sources are busy."""
+    """The version may still come: not all ranks have announced it, or all sources serve others."""
 
 
 # --- what it knows -------------------------------------------------------------------------------
 
 
 class ListedVersions:
-    """The listings of each version, and whose turn it is to read from which source."""
+    """The listings of each version, and which receiver reads from which source."""
 
     def __init__(self) -> None:
         self.listed: dict[int, dict[str, Listing]] = {}
         """By version and source."""
         self._newest = -1
-        self._turns: dict[str, tuple[int, str]] = {}
-        """By receiver: the version that it reads, and the first of its sources."""
+        self._reading: dict[str, tuple[int, str]] = {}
+        """By receiver that waited for a source: the version, and the first of its sources."""
 
     def announce(self, listing: Listing) -> None:
         listed = self.listed.setdefault(listing.version, {})
@@ -81,6 +81,7 @@ class ListedVersions:
                 if old.rank == listing.rank or old.world != listing.world:
                     del listed[old.source]
         listed[listing.source] = listing
+        self._reading.pop(listing.source, None)  # it has read all of the version
         self._newest = max(self._newest, listing.version)
 
     def withdraw(self, version: int, source: str) -> None:
@@ -88,13 +89,13 @@ class ListedVersions:
         self.listed.get(version, {}).pop(source, None)
         if not self.listed.get(version):
             self.listed.pop(version, None)
-            self._turns = {name: turn for name, turn in self._turns.items() if turn[0] != version}
+            self._reading = {n: read for n, read in self._reading.items() if read[0] != version}
 
     def look_up(self, version: int, without: Sequence[str], receiver: str) -> list[Listing]:
         """Return sources, by rank, that together have all of a version, and none of `without`.
 
-        A `receiver` that is named waits for its turn. Raise `NotYet` while ranks are missing or all
-        sources are busy, and `WeightsError` if the version is gone."""
+        A `receiver` that is named waits for a source of its own. Raise `NotYet` while ranks are
+        missing or all sources serve others, and `WeightsError` if the version is gone."""
         listed = sorted(self.listed.get(version, {}).values(), key=lambda listing: listing.rank)
         ranks = [listing for listing in listed if listing.role == "trainer"]
         groups = [[listing] for listing in listed if listing.role == "receiver"]
@@ -108,16 +109,13 @@ class ListedVersions:
             raise self._describe_missing(version, ranks, without)
         if not receiver:
             return random.choice(groups)
-        self._turns.pop(receiver, None)
-        loads = Counter(source for reads, source in self._turns.values() if reads == version)
+        self._reading.pop(receiver, None)
+        loads = Counter(source for reads, source in self._reading.values() if reads == version)
         chosen = min(groups, key=lambda group: loads[group[0].source])
         if loads[chosen[0].source] >= limit:
             raise NotYet(f"All sources of version {version} are serving others.")
-        self._turns[receiver] = version, chosen[0].source
+        self._reading[receiver] = version, chosen[0].source
         return chosen
-
-    def end_turn(self, receiver: str) -> None:
-        self._turns.pop(receiver, None)
 
     def _describe_missing(
         self, version: int, ranks: Sequence[Listing], without: Sequence[str]
@@ -144,7 +142,6 @@ _CALLS: dict[str, Any] = {
     "announce": tuple[Listing],
     "withdraw": tuple[Count, Name],
     "look_up": tuple[Count, list[Name], str],
-    "end_turn": tuple[Name],
 }
 """The methods of `ListedVersions` that can be called, with their arguments."""
 
@@ -284,7 +281,7 @@ class Catalog:
     def wait_for(
         self, version: int, seconds: float, without: Sequence[str] = (), receiver: str = ""
     ) -> list[Listing]:
-        """Look up a version that ranks may still be announcing, or whose sources may be busy."""
+        """Look up a version that ranks may still be announcing, or whose sources serve others."""
         deadline = time.monotonic() + seconds
         pause = 0.005
         while True:
@@ -298,9 +295,6 @@ class Catalog:
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
-
-    def end_turn(self, receiver: str) -> None:
-        self._call("end_turn", receiver)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         path, body = f"/v1/{name}", msgspec.msgpack.encode(arguments)

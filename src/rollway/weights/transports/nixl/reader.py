@@ -8,9 +8,9 @@
 
 A window is a few tensors, whose pieces are read side by side, verified, and put together. One
 window is read while the one before it is yielded, so two buffers alternate. A receiver that serves
-peers keeps the whole version in one buffer instead. With fan-out, receivers wait for their turn:
-the catalog lets the trainer serve one of them, and each receiver that has the version two others. A
-receiver whose turn does not come in time reads from any source.
+peers keeps the whole version in one buffer instead. With fan-out, receivers wait for a source: the
+trainer serves one of them at a time, and each receiver that has the version two others. A receiver
+that has waited for too long reads from any source.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only the loggers below
 WINDOW_BYTES = 32 << 20
 READ_SECONDS = 120.0
 """How long the read of a window may take."""
-TURN_SECONDS = 60.0
-"""How long a receiver waits for its turn."""
+WAIT_SECONDS = 60.0
+"""How long a receiver waits for a source of its own."""
 Held = list[tuple[Part, Tensor]]
 """Parts, and where this process has them."""
 
@@ -98,16 +98,9 @@ class NixlReader(Reader):
         A reader that is restricted to parts serves nobody."""
         self.release()  # its buffer is about to be overwritten
         serves = bool(offer.where.get(FANOUT)) and not self._slices.boxes
-        catalog = open_catalog(offer.where)
-        try:
-            held = yield from self._pull_from_any(offer, serves)
-            if serves:
-                # Before its turn ends: else the next receiver would be sent to the same source.
-                self._serve(catalog, offer.version, held)
-        finally:
-            if serves:
-                with suppress(WeightsError):
-                    catalog.end_turn(self.name)
+        held = yield from self._pull_from_any(offer, serves)
+        if serves:
+            self._serve(offer, held)
         self.moved = Counter()
         for part, _ in held:
             self.moved[part.source.name] += part.entry.nbytes
@@ -129,24 +122,25 @@ class NixlReader(Reader):
             self._connections.close()
             self._connections = None
 
-    def _serve(self, catalog: Catalog, version: int, held: Held) -> None:
+    def _serve(self, offer: Offer, held: Held) -> None:
         assert self._connections is not None
         entries = [part.entry for part, _ in held]
         views = [view for _, view in held]
         body = write_body(self._connections.agent, views[0].device, entries, views)
-        catalog.announce(Listing(version, self.name, self.rank, 1, "receiver", body))
-        self._serving = catalog, version
+        catalog = open_catalog(offer.where)
+        catalog.announce(Listing(offer.version, self.name, self.rank, 1, "receiver", body))
+        self._serving = catalog, offer.version
 
     def _look_up(
-        self, offer: Offer, without: Sequence[str] = (), *, in_turn: bool = False
+        self, offer: Offer, without: Sequence[str] = (), *, waits: bool = False
     ) -> SourceGroup:
         """Return the sources to read from."""
         catalog = open_catalog(offer.where)
         listings = None
-        if in_turn:
-            # The receiver whose turn it is may be dead.
+        if waits:
+            # The receiver that reads from the source may be dead.
             with suppress(WeightsError):
-                listings = catalog.wait_for(offer.version, TURN_SECONDS, without, self.name)
+                listings = catalog.wait_for(offer.version, WAIT_SECONDS, without, self.name)
         if listings is None:
             # No wait: all ranks announce a version before it is offered.
             listings = catalog.look_up(offer.version, without)
@@ -167,7 +161,7 @@ class NixlReader(Reader):
         problem: WeightsError | None = None
         while True:
             try:
-                group = self._look_up(offer, failed, in_turn=serves)
+                group = self._look_up(offer, failed, waits=serves)
             except WeightsError as error:
                 raise problem or error from None  # nobody else has it
             try:
