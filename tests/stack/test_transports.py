@@ -146,7 +146,7 @@ def test_weights_that_change_after_they_were_published_are_refused(
         byte = file.read(1)
         file.seek(1000)
         file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(UsageError, match="changed while it was read"):
+    with pytest.raises(UsageError, match="changed while they were read"):
         vllm_stack.refit(version, offer)
     assert vllm_stack.fleet.read_versions() == served
 
