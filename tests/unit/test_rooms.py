@@ -38,7 +38,7 @@ ORDER = [
 ]
 """From the bottom to the top, as in docs/architecture.md."""
 
-MOST_LINES, MOST_MODULES = 43_760, 260
+MOST_LINES, MOST_MODULES = 43_750, 260
 """Of the whole package: lines with code on them. Comments and docstrings are free."""
 
 BUDGET = {
@@ -57,7 +57,7 @@ BUDGET = {
     "rollout": (11, 1_800),
     "stack": (16, 3_450),
     "stack/ray": (10, 1_940),
-    "weights": (46, 7_900),
+    "weights": (40, 6_910),
 }
 """The most modules and lines of each package: what it has, as long as that is more than the plan of
 the code gives it. A package may shrink, and not grow; a new one needs an entry."""
